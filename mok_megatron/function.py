@@ -1,0 +1,123 @@
+"""The only place where autograd appears: one node for the whole layer, between the router and the
+residual.
+
+Everything a backward needs is in `save_for_backward`, nothing in attributes of ctx but plain
+integers and the backend: activation checkpointing can free and rebuild it, several forwards may
+precede their backwards, and an output that is discarded and recomputed later refills the storage
+that backward reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok_megatron.contract import (
+    OVERFULL,
+    Backend,
+    Context,
+    GradientStore,
+    MoEShape,
+    WeightGradients,
+    Weights,
+)
+
+
+class FreshGradients:
+    """Weight gradients in new memory, returned to autograd: what a plain torch model expects."""
+
+    def open(self, weights: Weights, needed: tuple[bool, ...], shape: MoEShape) -> WeightGradients:
+        """Uninitialised tensors like the weights; the backward overwrites every element."""
+        flat = tuple(
+            torch.empty_like(w) if n else None for w, n in zip(weights.flat(), needed, strict=True)
+        )
+        return WeightGradients.of(flat, shape, accumulate=False)
+
+    def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
+        """The tensors themselves."""
+        shared = (into.shared_w1, into.shared_w2) if weights.shared_w1 is not None else ()
+        return (*into.w1, *into.w2, *shared)
+
+
+class FusedMoE(torch.autograd.Function):
+    """x_TH, expert_TK, prob_TK, *weights -> y_TH, through a backend's explicit forward and
+    backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backend: Backend,
+        store: GradientStore,
+        x_TH: Tensor,
+        expert_TK: Tensor,
+        prob_TK: Tensor,
+        *flat: Tensor,
+    ) -> Tensor:
+        """One call of backend.forward; shapes as in contract.Backend."""
+        y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, Weights.of(flat, backend.shape))
+        ctx.backend, ctx.store, ctx.host = backend, store, context.host
+        ctx.num_weights = len(flat)
+        ctx.save_for_backward(*flat, *context.tensors)
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
+        """One call of backend.backward."""
+        backend, store = ctx.backend, ctx.store
+        saved = ctx.saved_tensors  # read once: recompute refills it at the first reading only
+        flat, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
+        weights = Weights.of(flat, backend.shape)
+        into = store.open(weights, tuple(ctx.needs_input_grad[5:]), backend.shape)
+        gradients = backend.backward(
+            Context(tensors=saved, host=ctx.host), dy_TH.contiguous(), weights, into
+        )
+        return (
+            None,
+            None,
+            gradients.dx_TH,
+            None,
+            gradients.dprob_TK,
+            *store.close(weights, into),
+        )
+
+
+def fused_moe(
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    prob_TK: Tensor,
+    weights: Weights,
+    backend: Backend,
+    store: GradientStore | None = None,
+) -> Tensor:
+    """The whole MoE layer after its router, differentiable in x_TH, prob_TK and the weights.
+
+    x_TH [T, H], expert_TK int32 [T, K] (-1: empty slot), prob_TK fp32 [T, K] -> y_TH [T, H] in x's
+    dtype. Collective over the backend's group. `store` says where weight gradients go (default: new
+    tensors).
+    """
+    store = store or FreshGradients()
+    y_TH: Tensor = FusedMoE.apply(backend, store, x_TH, expert_TK, prob_TK, *weights.flat())
+    return y_TH
+
+
+def top_k_choices(probs_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Megatron's dense routing -> (expert_TK int32, prob_TK fp32 or fp64); the host never waits.
+
+    probs_TE [T, E] floating point, routing_map_TE bool [T, E]. Choices come from the map alone (a
+    routed probability may be zero), experts ascending in a row, -1 and probability 0 in unused
+    slots. The gradient of prob_TK goes back to probs_TE dense, in its dtype, so losses that hang on
+    the router's output keep theirs. A token with more than `top_k` routes is marked OVERFULL, which
+    every backend refuses: nothing is dropped.
+    """
+    num_experts = routing_map_TE.shape[1]
+    ids_E = torch.arange(num_experts, device=routing_map_TE.device)
+    routed_TE = torch.where(routing_map_TE, ids_E, num_experts)
+    expert_TK = routed_TE.topk(top_k, dim=1, largest=False, sorted=True).values
+    empty_TK = expert_TK == num_experts
+    prob_TK = probs_TE.gather(1, expert_TK.clamp(max=num_experts - 1)).masked_fill(empty_TK, 0)
+    wide = torch.promote_types(prob_TK.dtype, torch.float32)
+    overfull_T = routing_map_TE.sum(1) > top_k
+    expert_TK = expert_TK.masked_fill(empty_TK, -1).masked_fill(overfull_T.unsqueeze(1), OVERFULL)
+    return expert_TK.to(torch.int32), prob_TK.to(wide)

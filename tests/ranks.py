@@ -1,0 +1,127 @@
+"""Several ranks for one test: processes with a gloo group, a deadline, and nothing left behind.
+
+The processes are forked from a server that has imported torch once, so a second call costs a
+fraction of a second. Each is a session leader: whatever it starts is killed with it. Each also
+watches its pipe to the test, and ends itself when the test process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_LAST_WORDS_S = 3.0  # how long the others may still report once one rank has failed
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional"])
+
+
+class RankFailed(AssertionError):
+    """One rank raised, or died; the text holds its traceback or its exit code."""
+
+
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, deadline: float = 120.0
+) -> list[Any]:
+    """What `function(rank, world, *args)` returns on each of `world` ranks, in rank order.
+
+    `function` is found by its name, at module level; arguments and results are pickled. Each rank
+    has a default gloo group and one thread. Raises RankFailed for the first rank that fails, and
+    TimeoutError after `deadline` seconds; either way no process is left.
+    """
+    end = time.monotonic() + deadline
+    call = pickle.dumps((function, args))
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}  # in the order of arrival
+    with tempfile.TemporaryDirectory(prefix="mok-ranks-") as folder:
+        pipes: dict[Connection, int] = {}
+        ranks = []
+        for rank in range(world):
+            ours, theirs = _processes.Pipe()
+            process = _processes.Process(
+                target=_rank_main, args=(rank, world, folder, call, theirs, deadline)
+            )
+            process.start()
+            theirs.close()
+            pipes[ours] = rank
+            ranks.append(process)
+        try:
+            while pipes and (left := end - time.monotonic()) > 0:
+                ready = wait(list(pipes), timeout=left)
+                for pipe in ready:
+                    rank = pipes.pop(pipe)
+                    try:
+                        succeeded, value = pickle.loads(pipe.recv_bytes())
+                    except (EOFError, ConnectionError):
+                        ranks[rank].join()
+                        succeeded, value = False, f"died with exit code {ranks[rank].exitcode}\n"
+                    if succeeded:
+                        results[rank] = value
+                        continue
+                    if not failures:
+                        end = min(end, time.monotonic() + _LAST_WORDS_S)
+                    failures[rank] = value
+        finally:
+            for process in ranks:
+                _end(process)
+    if failures:
+        rank, text = next(iter(failures.items()))
+        others = f"; failed too: {list(failures)[1:]}" if len(failures) > 1 else ""
+        raise RankFailed(f"rank {rank} of {world} failed{others}\n{text}")
+    if pipes:
+        late = sorted(pipes.values())
+        raise TimeoutError(f"ranks {late} of {world} did not finish within {deadline:g} s")
+    return [results[rank] for rank in range(world)]
+
+
+def _end(process: Any) -> None:
+    """Kills the rank, if it still runs, and whatever it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+    process.close()
+
+
+def _rank_main(
+    rank: int, world: int, folder: str, call: bytes, pipe: Connection, deadline: float
+) -> None:
+    os.setsid()
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        function, args = pickle.loads(call)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(os.path.join(folder, "store"), world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=deadline),
+        )
+        message = pickle.dumps((True, function(rank, world, *args)))
+    except BaseException:
+        message = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(message)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv_bytes()  # the parent never writes: this returns when it is gone
+    os.killpg(os.getpid(), signal.SIGKILL)

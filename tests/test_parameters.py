@@ -1,0 +1,142 @@
+"""Where weight gradients go: Megatron's main_grad, or new memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mok_megatron.backends.reference import ReferenceBackend
+from mok_megatron.contract import MoEShape, Weights
+from mok_megatron.function import fused_moe
+from mok_megatron.parameters import MainGradients, read_weights, run_forward_pre_hooks
+
+SHAPE = MoEShape(
+    hidden=16, ffn=24, shared_ffn=8, num_experts=4, top_k=2, ep_size=1, dtype=torch.bfloat16
+)
+
+
+def _weights() -> Weights:
+    generator = torch.Generator().manual_seed(0)
+
+    def parameter(*size: int) -> nn.Parameter:
+        return nn.Parameter(torch.randn(*size, generator=generator).to(SHAPE.dtype) / 4)
+
+    h, f, s = SHAPE.hidden, SHAPE.ffn, SHAPE.shared_ffn
+    return Weights(
+        w1=tuple(parameter(2 * f, h) for _ in range(4)),
+        w2=tuple(parameter(h, f) for _ in range(4)),
+        shared_w1=parameter(2 * s, h),
+        shared_w2=parameter(h, s),
+    )
+
+
+def _backward(weights: Weights, times: int = 1) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x_TH = torch.randn(9, SHAPE.hidden, generator=generator).to(SHAPE.dtype)
+    # Expert 3 gets no row.
+    expert_TK = torch.tensor([[0, 1], [1, 2], [0, 2]] * 3, dtype=torch.int32)
+    prob_TK = torch.rand(9, 2, generator=generator)
+    backend = ReferenceBackend(SHAPE, None)
+    for _ in range(times):
+        y_TH = fused_moe(x_TH, expert_TK, prob_TK, weights, backend, MainGradients(weights))
+        y_TH.float().square().sum().backward()
+
+
+def test_main_grad_is_added_to_in_place() -> None:
+    plain = _weights()
+    _backward(plain)
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = _weights()
+        before = {}
+        for parameter in weights.flat():
+            parameter.main_grad = torch.ones(parameter.shape, dtype=dtype)
+            parameter.grad_added_to_main_grad = False
+            before[parameter] = parameter.main_grad.data_ptr()
+        _backward(weights, times=2)
+        for parameter, want in zip(weights.flat(), plain.flat(), strict=True):
+            main_grad = parameter.main_grad
+            assert main_grad.data_ptr() == before[parameter]
+            assert parameter.grad_added_to_main_grad
+            assert parameter.grad is not None
+            assert parameter.grad.shape == parameter.shape
+            assert parameter.grad.dtype == parameter.dtype
+            assert want.grad is not None
+            torch.testing.assert_close(
+                main_grad.float(), 1 + 2 * want.grad.float(), rtol=2e-2, atol=2e-2
+            )
+
+
+def test_an_expert_without_rows_leaves_main_grad_alone() -> None:
+    weights = _weights()
+    for parameter in weights.flat():
+        parameter.main_grad = torch.full(parameter.shape, torch.nan)
+    weights.w1[3].main_grad.fill_(7.0)
+    _backward(weights)
+    assert (weights.w1[3].main_grad == 7.0).all()
+
+
+def test_without_main_grad_gradients_are_ordinary() -> None:
+    weights = _weights()
+    _backward(weights)
+    assert all(p.grad is not None for p in weights.flat())
+    assert (weights.w1[3].grad == 0).all()
+    first = [p.grad.clone() for p in weights.flat()]
+    _backward(weights)
+    for parameter, once in zip(weights.flat(), first, strict=True):
+        assert torch.equal(parameter.grad, once + once)
+
+
+def test_mixed_and_frozen_parameters() -> None:
+    plain = _weights()
+    _backward(plain)
+    weights = _weights()
+    weights.w2[0].main_grad = torch.zeros(weights.w2[0].shape)
+    weights.w1[1].requires_grad_(False)
+    _backward(weights)
+    assert weights.w1[1].grad is None
+    torch.testing.assert_close(weights.w1[0].grad, plain.w1[0].grad)
+    torch.testing.assert_close(
+        weights.w2[0].main_grad.bfloat16(),
+        plain.w2[0].grad,
+    )
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "words"),
+    [
+        (torch.zeros(3, 3), r"parameter's shape \(16, 24\), got \(3, 3\)"),
+        (torch.zeros(24, 16).t(), r"contiguous"),
+        (torch.zeros(16, 24, dtype=torch.float64), r"float32 or torch.bfloat16, got torch.float64"),
+    ],
+    ids=["shape", "strides", "dtype"],
+)
+def test_a_wrong_main_grad_is_refused(main_grad: torch.Tensor, words: str) -> None:
+    weights = _weights()
+    weights.w2[0].main_grad = main_grad
+    with pytest.raises(RuntimeError, match=words):
+        _backward(weights)
+
+
+def test_zero_out_wgrad_gives_zeros() -> None:
+    weights = _weights()
+    parameter = weights.w1[0]
+    parameter.main_grad = torch.zeros(parameter.shape)
+    parameter.zero_out_wgrad = True
+    _backward(weights)
+    assert (parameter.grad == 0).all()
+
+
+def test_pre_hooks_run_in_order_for_every_module() -> None:
+    seen = []
+    tree = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2))})
+    for name, module in tree.named_modules():
+        module.register_forward_pre_hook(lambda m, *unused, name=name: seen.append(name))
+    tree["a"].register_forward_pre_hook(lambda m, args, kwargs: seen.append("kw"), with_kwargs=True)
+    run_forward_pre_hooks(None, tree)
+    assert seen == ["", "a", "kw", "b", "b.0"]
+
+
+def test_an_unknown_expert_module_is_named() -> None:
+    with pytest.raises(TypeError, match=r"SequentialMLP or TEGroupedMLP .* got Linear"):
+        read_weights(nn.Linear(2, 2), None)
