@@ -1,0 +1,125 @@
+"""python -m mok_megatron.doctor: the facts, the findings, and an exit code.
+
+Exit codes: 0 this machine can run what was asked, 1 it cannot, 2 wrong usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import textwrap
+from collections import Counter
+
+from mok_megatron import __version__
+from mok_megatron.config import BACKENDS
+from mok_megatron.doctor.finding import Finding
+from mok_megatron.doctor.judge import CHECKS, examine, judged
+from mok_megatron.doctor.machine import Machine, gather
+
+_EPILOG = """\
+ok        as it should be
+info      of no consequence for the backend in question
+warning   it runs, but slower, or not for everybody
+error     it does not run; the line with -> says what to do
+
+exit code: 0 the machine can run the backend, 1 it cannot, 2 wrong usage
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; `arguments` default to the command line's. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if sys.stderr.isatty():
+        print("mok: asking torch, the driver and the GPUs (seconds) ...", file=sys.stderr)
+    machine = gather(options.limit)
+    backend, why = judged(options.backend, machine)
+    findings = examine(machine, backend)
+    can_run = not any(finding.level == "error" for finding in findings)
+    if options.json:
+        answer = {
+            "mok_megatron": __version__,
+            "backend": backend,
+            "why": why,
+            "can_run": can_run,
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+            "machine": dataclasses.asdict(machine),
+        }
+        print(json.dumps(answer))
+    else:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        print(render(machine, findings, backend, why, width))
+    return 0 if can_run else 1
+
+
+def render(machine: Machine, findings: list[Finding], backend: str, why: str, width: int) -> str:
+    """The findings in aligned lines of at most `width` columns, where words allow it."""
+    names = max(len(name) for name in CHECKS) + 2
+    indent = " " * (9 + names)
+    lines = [f"mok-megatron {__version__}, backend {backend} ({why})", ""]
+    for finding in findings:
+        head = f"{finding.level:<9}{finding.name:<{names}}"
+        for first, text in ((head, finding.cause), (indent + "-> ", finding.remedy)):
+            if text:
+                rest = " " * len(first)
+                lines += textwrap.wrap(
+                    text,
+                    max(width, len(indent) + 30),
+                    initial_indent=first,
+                    subsequent_indent=rest,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+    count = Counter(finding.level for finding in findings)
+    errors, warnings = count["error"], count["warning"]
+    answer = f"cannot run the {backend} backend" if errors else f"can run the {backend} backend"
+    lines += ["", f"This machine {answer}: {_many(errors, 'error')}, {_many(warnings, 'warning')}."]
+    return "\n".join(lines)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mok_megatron.doctor",
+        description="Can this machine run mok, and if not, why, and what to do about it?",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="which backend to judge the machine for; auto: cuda where a GPU is, else reference",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all facts")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="how long torch, the driver and the GPUs may each take to answer (default: 120)",
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
