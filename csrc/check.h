@@ -1,0 +1,82 @@
+// What happens when something that must hold does not.
+//
+// On the device every wait has a deadline and a tag. When it passes, the first thread to notice
+// writes one record into pinned host memory and traps: the launch fails with an error, it never
+// hangs. The record outlives the dead context, so the next call can say which wait it was.
+#pragma once
+
+#include <cstdint>
+
+namespace mok {
+
+enum class Tag : uint32_t {
+  kNone = 0,
+  kLoadStage,       // load waits for a free stage
+  kLoadTileSlot,    // load waits for a free slot of the tile queue
+  kNextTile,        // a role waits for the next tile
+  kMultiplyStage,   // multiply waits for a loaded stage
+  kMultiplyTurn,    // multiply waits for the other warpgroup's products
+  kFillTurn,        // multiply waits for the other warpgroup's epilogue
+  kMultiplyUnit,    // multiply waits for an epilogue unit
+  kFetchUnit,       // fetch waits for a drained unit
+  kStoreUnit,       // store waits for a filled unit
+  kWrongTable,      // a table of tensor maps is of other matrices than the call says
+  kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
+};
+
+inline const char* describe(Tag tag) {
+  switch (tag) {
+    case Tag::kNone:
+      return "none";
+    case Tag::kLoadStage:
+      return "load waited for a free stage";
+    case Tag::kLoadTileSlot:
+      return "load waited for a free slot of the tile queue";
+    case Tag::kNextTile:
+      return "a role waited for its next tile";
+    case Tag::kMultiplyStage:
+      return "multiply waited for a loaded stage";
+    case Tag::kMultiplyTurn:
+      return "multiply waited for its turn";
+    case Tag::kFillTurn:
+      return "multiply waited for its turn to fill units";
+    case Tag::kMultiplyUnit:
+      return "multiply waited for an epilogue unit";
+    case Tag::kFetchUnit:
+      return "fetch waited for a drained unit";
+    case Tag::kStoreUnit:
+      return "store waited for a filled unit";
+    case Tag::kWrongTable:
+      return "a table of tensor maps describes other matrices or boxes than the call needs";
+    case Tag::kRowsOutOfRange:
+      return "row_start / row_count are not 128-aligned, overlap, or leave the buffers";
+  }
+  return "unknown tag";
+}
+
+struct Fault {
+  uint32_t tag;  // Tag; 0 while nothing happened
+  uint32_t cta;
+  uint32_t thread;
+  uint32_t value;  // what the wait or the check saw
+};
+
+// Process-wide record, pinned and mapped; null only before the first launch.
+Fault* fault_record();
+
+constexpr long long kDeadlineCycles =
+    20'000'000'000;  // about 10 s: a healthy wait takes microseconds
+
+#ifdef __CUDACC__
+[[noreturn]] __device__ __noinline__ inline void fail(Fault* fault, Tag tag, uint32_t value) {
+  if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
+    fault->cta = blockIdx.x;
+    fault->thread = threadIdx.x;
+    fault->value = value;
+    __threadfence_system();
+  }
+  __trap();
+}
+#endif
+
+}  // namespace mok

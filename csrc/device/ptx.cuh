@@ -1,0 +1,191 @@
+// Assembly that holds from sm_90 on: mbarriers, proxies, named barriers, bulk groups, shared-memory
+// matrices, fast special functions. Every wait goes through `wait`, which has a deadline and a tag.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "../check.h"
+
+namespace mok {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier
+
+__device__ __forceinline__ void barrier_init(uint64_t& barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// A build with -DMOK_RANDOM_DELAYS sleeps up to 2 us before one arrival in four and after one wait
+// in four, so that tests meet every order of the roles that the protocol allows
+// (tests/csrc/attack.py).
+__device__ __forceinline__ void perhaps_delay() {
+#ifdef MOK_RANDOM_DELAYS
+  uint32_t x =
+      static_cast<uint32_t>(clock64()) * 2654435761u + threadIdx.x * 40503u + blockIdx.x * 7919u;
+  x ^= x >> 15;
+  x *= 2246822519u;
+  x ^= x >> 13;
+  if ((x & 3) == 0) __nanosleep(x >> 21);
+#endif
+}
+
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  perhaps_delay();
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void arrive_expect(uint64_t& barrier, uint32_t bytes) {
+  perhaps_delay();
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ bool completed(uint64_t& barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(&barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Waits for the phase of that parity to complete.
+__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity, Fault* fault, Tag tag) {
+  if (!completed(barrier, parity)) {
+    const long long began = clock64();
+    while (!completed(barrier, parity)) {
+      if (clock64() - began > kDeadlineCycles) fail(fault, tag, parity);
+    }
+  }
+  perhaps_delay();
+}
+
+// ---- order between threads and between proxies
+
+// Shared memory written by ordinary stores is about to be read by the copy engine or the tensor
+// cores.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+enum class NamedBarrier : int {
+  kSetUp = 0,   // __syncthreads
+  kZeroed = 1,  // + warpgroup, or 1 for both: the last rows of a stage have been zeroed
+};
+
+__device__ __forceinline__ void named_sync(NamedBarrier name, int offset, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(name) + offset), "r"(threads) : "memory");
+}
+
+// ---- bulk groups (stores issued by this thread)
+
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void
+bulk_wait_read() {  // all but PENDING groups have left shared memory
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// ---- shared memory
+
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a),
+               "r"(b),
+               "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&r)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void zero_shared_16(uint32_t address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+// ---- numbers
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ __forceinline__ float low_of(uint32_t both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high_of(uint32_t both) {
+  return __uint_as_float(both & 0xffff0000u);
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace mok

@@ -1,0 +1,496 @@
+// From accumulators to global memory, through a ring of units. A unit is kKinds boxes of 64 rows:
+// one for most epilogues, gate, up and activation for the gradient of SwiGLU.
+//
+// A tile's output is a fixed sequence of units, the same for every role and every tile: for each
+// column unit, for each of the two slabs of 64 rows. fetch brings old values into units that need
+// them (only in epilogues that read), multiply fills a unit, store sends it. Units outside the
+// problem pass through all hands empty. A slab with fewer than 64 valid rows is copied by multiply
+// itself, row by row: padding is never written.
+//
+// Every output element is written exactly once, by one thread's value: no atomics, no order.
+//
+// Parities: unit number i of the whole sequence is use i / kUnitSlots of slot i % kUnitSlots, for
+// all roles.
+//
+// - unit_drained completes phase u when the copy engine has read use u (store arrives). Who fills
+//   use u waits for phase u - 1, parity (u & 1) ^ 1: fetch where the epilogue reads, else multiply.
+// - unit_ready (epilogues that read): fetch arrives once for each use, with or without bytes;
+//   multiply waits for phase u.
+// - unit_filled: four warps arrive once for each use; store waits for phase u.
+// - fill_turn[w] (alternate) completes phase c when the four warps of the other warpgroup have
+//   filled all units of their tile; waited for like products_turn. Without it a warpgroup that
+//   skips the other's units could wait for a phase two behind the one it needs, whose parity is the
+//   same, and pass. With it, who waits for use u has seen use u - 1 filled, which had itself waited
+//   for phase u - 2 of unit_drained and for phase u - 1 of unit_ready.
+//
+// Together, each warpgroup has every second unit and, the slots being even in number, slots of its
+// own and a store warp of its own: the two never wait for each other.
+//
+// store lets kLag units be under way before it frees the oldest. Whoever waits for a slot waits for
+// the unit kUnitSlots before it, which store has taken or will take: kLag < kUnitSlots.
+#pragma once
+
+#include "mainloop.cuh"
+
+namespace mok::sm90 {
+
+// Where one box goes in a row-major matrix, for row by row copies.
+struct Place {
+  __nv_bfloat16* base;
+  int64_t stride;
+  int column;
+};
+
+// sigmoid of two values with one reciprocal: three special-function operations instead of four.
+__device__ __forceinline__ void sigmoid(float x, float y, float& sx, float& sy) {
+  constexpr float kLog2e = 1.4426950408889634f, kLargest = 1.0e18f;  // squared it is finite
+  const float dx = 1.0f + fminf(exp2_fast(-kLog2e * x), kLargest);
+  const float dy = 1.0f + fminf(exp2_fast(-kLog2e * y), kLargest);
+  const float r = reciprocal_fast(dx * dy);
+  sx = r * dy;
+  sy = r * dx;
+}
+
+// One warp's 16 rows of a bf16 box of WIDTH columns: where this lane's part of the columns 16 q ..
+// 16 q + 15 lies.
+template <int WIDTH>
+struct WarpBox {
+  static constexpr int kRowBytes = 2 * WIDTH;
+  uint32_t base;
+  int swizzle, lane;
+  __device__ __forceinline__ WarpBox(uint32_t box, int warp, int lane_)
+      : base(box + (warp * 16 + (lane_ & 15)) * kRowBytes),
+        swizzle(WIDTH == 64 ? lane_ & 7 : lane_ >> 1 & 3),
+        lane(lane_) {}
+  __device__ __forceinline__ uint32_t at(int q) const { return part(2 * q + (lane >> 4)); }
+  // The 8 columns 8 c .. 8 c + 7 alone, in lanes 0 to 15.
+  __device__ __forceinline__ uint32_t part(int c) const { return base + ((c ^ swizzle) << 4); }
+};
+
+// The thread's four pairs of columns 16 q of a 64-column part of the accumulators, in stmatrix
+// order.
+__device__ __forceinline__ uint32_t pair_of(const float* d, int q, int i) {
+  return pack(d[8 * q + 2 * i], d[8 * q + 2 * i + 1]);
+}
+
+template <int WIDTH>
+__device__ __forceinline__ void write_bf16(const WarpBox<WIDTH>& box, const float* d) {
+#pragma unroll
+  for (int q = 0; q < WIDTH / 16; ++q) {
+    store_matrices(
+        box.at(q), pair_of(d, q, 0), pair_of(d, q, 1), pair_of(d, q, 2), pair_of(d, q, 3));
+  }
+}
+
+// ---- epilogues
+//
+// A unit is
+// kKinds boxes of 64 rows by kWidth columns. live(): does a unit hold any column of the problem.
+// write(): a warp fills its 16 rows of the unit at that address; `row` is this lane's first row,
+// counted in the buffer, the other is row + 8. send() and bring() move a whole unit; place() is
+// where a box of it goes, row by row.
+
+template <class T>
+struct StoreRows {  // bf16 of the accumulators
+  static constexpr int kWidth = 64, kUnits = T::BLOCK_N / kWidth, kKinds = 1;
+  static constexpr int kUnitBytes = kBoxBytes;
+  static constexpr bool kReads = false, kSums = false;
+  static __device__ __forceinline__ int column(const Tile& tile, int unit) {
+    return tile.n * T::BLOCK_N + unit * kWidth;
+  }
+  template <class P>
+  static __device__ __forceinline__ bool live(const P& p, const Tile& tile, int unit) {
+    return column(tile, unit) < p.columns;
+  }
+  template <class P>
+  static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int unit,
+                                               uint32_t at, int warp, int lane, int, float (&)[2]) {
+    write_bf16(WarpBox<kWidth>(at, warp, lane), d + kWidth / 2 * unit);
+  }
+  template <class P>
+  static __device__ __forceinline__ Place place(const P& p, const Tile& tile, int unit, int) {
+    return {p.out_rows, p.columns, column(tile, unit)};
+  }
+  template <class P>
+  static __device__ __forceinline__ void send(const P& p, const Tile& tile, int unit, uint32_t at,
+                                              int row) {
+    store_box(at, &p.out, column(tile, unit), row);
+  }
+};
+
+template <class T>
+struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, then silu(gate) · up ·
+                 // prob from the rounded two
+  static constexpr int kHalf = T::BLOCK_N / 2, kWidth = kHalf % 64 == 0 ? 64 : 32;
+  static constexpr int kUnits = 3 * kHalf / kWidth, kKinds = 1;
+  static constexpr int kUnitBytes = kBoxRows * 2 * kWidth;
+  static constexpr bool kReads = false, kSums = false;
+  static __device__ __forceinline__ int column(const Tile& tile, int unit) {
+    return tile.n * kHalf + unit / 3 * kWidth;
+  }
+  template <class P>
+  static __device__ __forceinline__ bool live(const P& p, const Tile& tile, int unit) {
+    return column(tile, unit) < p.columns;
+  }
+  template <class P>
+  static __device__ __forceinline__ Place place(const P& p, const Tile& tile, int unit, int) {
+    if (unit % 3 == 2) return {p.second_rows, p.columns, column(tile, unit)};
+    return {p.out_rows, 2 * p.columns, unit % 3 * p.columns + column(tile, unit)};
+  }
+  template <class P>
+  static __device__ __forceinline__ void send(const P& p, const Tile& tile, int unit, uint32_t at,
+                                              int row) {
+    if (unit % 3 == 2) return store_box(at, &p.second, column(tile, unit), row);
+    store_box(at, &p.out, unit % 3 * p.columns + column(tile, unit), row);
+  }
+  template <class P>
+  static __device__ __forceinline__ void write(const P& p, const Tile&, const float* d, int unit,
+                                               uint32_t unit_at, int warp, int lane, int row,
+                                               float (&)[2]) {
+    const WarpBox<kWidth> to(unit_at, warp, lane);
+    const float* const gate = d + unit / 3 * (kWidth / 2);
+    const float* const up = gate + kHalf / 2;
+    if (unit % 3 == 0) return write_bf16(to, gate);
+    if (unit % 3 == 1) return write_bf16(to, up);
+    const float prob[2] = {p.prob[row], p.prob[row + 8]};
+#pragma unroll
+    for (int q = 0; q < kWidth / 16; ++q) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t g = pair_of(gate, q, i), u = pair_of(up, q, i);
+        float s, t;
+        sigmoid(low_of(g), high_of(g), s, t);
+        a[i] = pack(low_of(g) * s * low_of(u) * prob[i & 1],
+                    high_of(g) * t * high_of(u) * prob[i & 1]);
+      }
+      store_matrices(to.at(q), a[0], a[1], a[2], a[3]);
+    }
+  }
+};
+
+template <class T>
+struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradients in place, the
+                         // activation, prob's parts
+  static constexpr int kWidth = kPartColumns, kUnits = T::BLOCK_N / kWidth, kKinds = 3;
+  static constexpr int kBytes = kBoxRows * 2 * kWidth, kUnitBytes = kKinds * kBytes;
+  static constexpr bool kReads = true, kSums = true;
+  static __device__ __forceinline__ int column(const Tile& tile, int unit) {
+    return tile.n * T::BLOCK_N + unit * kWidth;
+  }
+  template <class P>
+  static __device__ __forceinline__ bool live(const P& p, const Tile& tile, int unit) {
+    return column(tile, unit) < p.columns;
+  }
+  template <class P>
+  static __device__ __forceinline__ Place place(const P& p, const Tile& tile, int unit, int kind) {
+    if (kind == 2) return {p.second_rows, p.columns, column(tile, unit)};
+    return {p.out_rows, 2 * p.columns, kind * p.columns + column(tile, unit)};
+  }
+  template <class P>
+  static __device__ __forceinline__ void send(const P& p, const Tile& tile, int unit, uint32_t at,
+                                              int row) {
+    store_boxes(at, &p.out, column(tile, unit), row, 0);  // gate and up
+    store_box(at + 2 * kBytes, &p.second, column(tile, unit), row);
+  }
+  template <class P>
+  static __device__ __forceinline__ void bring(const P& p, const Tile& tile, int unit, uint32_t to,
+                                               int row, uint64_t& ready) {
+    arrive_expect(ready, 2 * kBytes);
+    load_boxes(to, &p.b, ready, column(tile, unit), row, 0);
+  }
+  template <class P>
+  static __device__ __forceinline__ void write(const P& p, const Tile&, const float* d, int unit,
+                                               uint32_t at, int warp, int lane, int row,
+                                               float (&part)[2]) {
+    const WarpBox<kWidth> gate(at, warp, lane);
+    const float prob[2] = {p.prob[row], p.prob[row + 8]};
+    part[0] = part[1] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kWidth / 8; ++c)
+      convert(gate, d + kWidth / 2 * unit + 4 * c, c, prob, part);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // four lanes hold a row
+      part[i] += __shfl_xor_sync(~0u, part[i], 1);
+      part[i] += __shfl_xor_sync(~0u, part[i], 2);
+    }
+  }
+  template <class P>
+  static __device__ __forceinline__ void write_sums(const P& p, const Tile& tile,
+                                                    const float (&part)[2], int unit, int warp,
+                                                    int lane, int first, int rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = warp * 16 + (lane >> 2) + 8 * i;
+      if ((lane & 3) == 0 && row < rows) {
+        p.parts[static_cast<int64_t>(first + row) * (p.columns / kWidth) +
+                column(tile, unit) / kWidth] = part[i];
+      }
+    }
+  }
+  // 8 columns at a time: more would not fit beside the accumulators.
+  static __device__ __forceinline__ void convert(const WarpBox<kWidth>& gate, const float* d, int c,
+                                                 const float (&prob)[2], float (&part)[2]) {
+    uint32_t g[2], u[2], a[2];
+    load_matrices(gate.part(c), g);
+    load_matrices(gate.part(c) + kBytes, u);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float g0 = low_of(g[i]), g1 = high_of(g[i]), u0 = low_of(u[i]), u1 = high_of(u[i]);
+      const float w = prob[i], d0 = d[2 * i], d1 = d[2 * i + 1];
+      float s0, s1;
+      sigmoid(g0, g1, s0, s1);
+      const float silu0 = g0 * s0, silu1 = g1 * s1;
+      const float t0 = silu0 * u0, t1 = silu1 * u1;
+      part[i] = fmaf(d1, t1, fmaf(d0, t0, part[i]));
+      a[i] = pack(t0 * w, t1 * w);
+      const float w0 = d0 * w, w1 = d1 * w;
+      g[i] = pack(w0 * u0 * fmaf(silu0, 1.0f - s0, s0), w1 * u1 * fmaf(silu1, 1.0f - s1, s1));
+      u[i] = pack(w0 * silu0, w1 * silu1);
+    }
+    __syncwarp();
+    store_matrices(gate.part(c), g[0], g[1]);
+    store_matrices(gate.part(c) + kBytes, u[0], u[1]);
+    store_matrices(gate.part(c) + 2 * kBytes, a[0], a[1]);
+  }
+};
+
+template <class T, Gradient TYPE, bool ACCUMULATE>
+struct WriteGradient {  // into the expert's own matrix, added to the old value or in its place
+  static constexpr bool kWide = TYPE == Gradient::kFp32;
+  static constexpr int kWidth = 64, kUnits = T::BLOCK_N / kWidth,
+                       kKinds = kWide ? 2 : 1;  // 128-byte blocks of columns
+  static constexpr int kUnitBytes = kKinds * kBoxBytes;
+  static constexpr bool kReads = ACCUMULATE, kSums = false;
+  template <class P>
+  static __device__ __forceinline__ bool live(const P& p, const Tile& tile, int unit) {
+    return tile.n * T::BLOCK_N + unit * kWidth < p.columns;
+  }
+  static __device__ __forceinline__ int block(const Tile& tile, int unit) {
+    return (tile.n * kUnits + unit) * kKinds;
+  }
+  template <class P>
+  static __device__ __forceinline__ void send(const P& p, const Tile& tile, int unit, uint32_t at,
+                                              int row) {
+    store_boxes_once(at, p.table + tile.expert, 0, row, block(tile, unit), evict_first());
+  }
+  template <class P>
+  static __device__ __forceinline__ void bring(const P& p, const Tile& tile, int unit, uint32_t to,
+                                               int row, uint64_t& ready) {
+    arrive_expect(ready, kUnitBytes);
+    load_boxes_once(to, p.table + tile.expert, ready, 0, row, block(tile, unit), evict_first());
+  }
+  template <class P>
+  static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int unit,
+                                               uint32_t at, int warp, int lane, int, float (&)[2]) {
+    d += unit * kWidth / 2;
+    if constexpr (kWide) {
+      write_fp32(at, d, warp, lane);
+      write_fp32(at + kBoxBytes, d + 16, warp, lane);
+    } else {
+      const WarpBox<64> to(at, warp, lane);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        uint32_t v[4];
+        if constexpr (ACCUMULATE) load_matrices(to.at(q), v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float x = d[8 * q + 2 * i], y = d[8 * q + 2 * i + 1];
+          if constexpr (ACCUMULATE) {
+            x += low_of(v[i]);
+            y += high_of(v[i]);
+          }
+          v[i] = pack(x, y);
+        }
+        __syncwarp();
+        store_matrices(to.at(q), v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+  // 16 rows by 32 columns. Odd rows take the groups of 8 columns in another order, which keeps
+  // 8-byte accesses free of bank conflicts.
+  static __device__ __forceinline__ void write_fp32(uint32_t box, const float* d, int warp,
+                                                    int lane) {
+    const int r = lane >> 2;
+    const bool odd = r & 1;
+    const uint32_t base = box + warp * 2048 + r * 128 + (lane & 1) * 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t at = base + (((2 * (odd ? j ^ 2 : j) + ((lane & 3) >> 1)) ^ r) << 4);
+      float2 v[2];  // rows r and r + 8
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        v[half] = ACCUMULATE ? load_shared(at + half * 1024) : make_float2(0.0f, 0.0f);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = odd ? d[4 * (j ^ 2) + 2 * half] : d[4 * j + 2 * half];
+        const float y = odd ? d[4 * (j ^ 2) + 2 * half + 1] : d[4 * j + 2 * half + 1];
+        store_shared(
+            at + half * 1024, ACCUMULATE ? v[half].x + x : x, ACCUMULATE ? v[half].y + y : y);
+      }
+    }
+  }
+};
+
+// ---- the three roles around the units
+
+template <class G>
+constexpr int kUnitsPerTile = 2 * G::Epilogue::kUnits;
+
+template <class G>
+__device__ __forceinline__ int first_output_row(const Tile& tile, int slab) {
+  return (kOverRows<G::kProduct> ? tile.m * BLOCK_M : tile.row) + slab * kSlab;
+}
+
+// A warp copies the valid ones of its 16 rows from a box.
+template <int WIDTH>
+__device__ __forceinline__ void copy_rows(uint32_t box, const Place& place, int first, int rows,
+                                          int warp, int lane) {
+  constexpr int kPieces = WIDTH / 8;  // of a row
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kPieces / 2; ++i) {
+    const int r = warp * 16 + i * (32 / kPieces) + lane / kPieces, piece = lane % kPieces;
+    if (r < rows) {
+      const int swizzle = WIDTH == 64 ? r & 7 : r >> 1 & 3;
+      const uint4 v = load_shared_16(box + r * 2 * WIDTH + ((piece ^ swizzle) << 4));
+      *reinterpret_cast<uint4*>(place.base + (first + r) * place.stride + place.column +
+                                piece * 8) = v;
+    }
+  }
+}
+
+template <class G>
+struct Filler {  // multiply's part
+  using T = typename G::Tiling;
+  using E = typename G::Epilogue;
+  const typename G::Parameters& p;
+  typename G::Storage& storage;
+  const int warpgroup, warp, lane;  // warp: of four
+  Ring<G::Storage::kUnitSlots> ring{};
+
+  __device__ __forceinline__ Filler(const typename G::Parameters& p_, typename G::Storage& storage_,
+                                    int warpgroup_, int warp_, int lane_)
+      : p(p_), storage(storage_), warpgroup(warpgroup_), warp(warp_), lane(lane_) {
+    if (!T::kAlternate) ring.advance(warpgroup);  // every second unit is the other warpgroup's
+  }
+
+  __device__ __forceinline__ void skip() { ring.advance(kUnitsPerTile<G>); }
+
+  template <class Accumulators>
+  __device__ __forceinline__ void run(const Tile& tile, uint32_t turn, const Accumulators& d) {
+    if constexpr (T::kAlternate) {
+      wait(storage.fill_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), p.fault, Tag::kFillTurn);
+    }
+#pragma unroll
+    for (int unit = 0; unit < E::kUnits; ++unit) {
+#pragma unroll
+      for (int i = 0; i < T::kSlabs; ++i) {
+        fill(tile, d[i], unit, T::kAlternate ? i : warpgroup);
+        ring.advance(2 / T::kSlabs);
+      }
+    }
+    if constexpr (T::kAlternate) {
+      if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
+    }
+  }
+
+  __device__ __forceinline__ void fill(const Tile& tile, const float* d, int unit, int slab) {
+    const int rows = slab_rows<G>(p, tile, slab), first = first_output_row<G>(tile, slab);
+    if constexpr (E::kReads) {
+      wait(storage.unit_ready[ring.slot()], ring.phase(), p.fault, Tag::kMultiplyUnit);
+    } else {
+      wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kMultiplyUnit);
+    }
+    const uint32_t at = shared_address(storage.unit[ring.slot()]);
+    float part[2];  // sums over a row, of epilogues that have them
+    if (rows > 0 && E::live(p, tile, unit)) {
+      E::write(p, tile, d, unit, at, warp, lane, first + warp * 16 + (lane >> 2), part);
+      if constexpr (!kOverRows<G::kProduct>) {
+#pragma unroll
+        for (int kind = 0; kind < E::kKinds && rows < kSlab; ++kind) {
+          copy_rows<E::kWidth>(at + kind * (E::kUnitBytes / E::kKinds),
+                               E::place(p, tile, unit, kind),
+                               first,
+                               rows,
+                               warp,
+                               lane);
+        }
+      }
+    }
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) arrive(storage.unit_filled[ring.slot()]);
+    // Not before: the fence would wait until these stores have arrived in memory.
+    if constexpr (E::kSums) {
+      if (rows > 0 && E::live(p, tile, unit)) {
+        E::write_sums(p, tile, part, unit, warp, lane, first, rows);
+      }
+    }
+  }
+};
+
+template <class G>
+__device__ __forceinline__ void fetch(const typename G::Parameters& p,
+                                      typename G::Storage& storage) {
+  using E = typename G::Epilogue;
+  TileReader<G, false> tiles{storage, p.fault};
+  Ring<G::Storage::kUnitSlots> ring;
+  for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next()) {
+    for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
+      const int slab = i % 2, unit = i / 2;
+      wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kFetchUnit);
+      uint64_t& ready = storage.unit_ready[ring.slot()];
+      if (E::live(p, tile, unit) && slab_rows<G>(p, tile, slab) > 0) {
+        E::bring(p,
+                 tile,
+                 unit,
+                 shared_address(storage.unit[ring.slot()]),
+                 first_output_row<G>(tile, slab),
+                 ready);
+      } else {
+        arrive(ready);
+      }
+    }
+  }
+}
+
+// `first`: of kStorers warps that share the units in turn.
+template <class G>
+__device__ __forceinline__ void store(const typename G::Parameters& p, typename G::Storage& storage,
+                                      int first) {
+  using E = typename G::Epilogue;
+  constexpr int kSlots = G::Storage::kUnitSlots / G::kStorers;
+  constexpr int kFew = E::kReads && kSlots < 3 ? 0 : 1, kLag = kSlots < 8 ? kFew : 3;
+  static_assert(kLag < kSlots, "multiply would wait for a unit that store holds");
+  TileReader<G, false> tiles{storage, p.fault};
+  Ring<G::Storage::kUnitSlots> ring, oldest;
+  ring.advance(first);
+  oldest.advance(first);
+  int under_way = 0;
+  for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next()) {
+    for (int i = first; i < kUnitsPerTile<G>; i += G::kStorers, ring.advance(G::kStorers)) {
+      const int slab = i % 2, unit = i / 2;
+      wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
+      if (E::live(p, tile, unit) && slab_rows<G>(p, tile, slab) == kSlab) {
+        E::send(p,
+                tile,
+                unit,
+                shared_address(storage.unit[ring.slot()]),
+                first_output_row<G>(tile, slab));
+      }
+      bulk_commit();
+      if (under_way < kLag) {
+        ++under_way;
+        continue;
+      }
+      bulk_wait_read<kLag>();
+      arrive(storage.unit_drained[oldest.slot()]);
+      oldest.advance(G::kStorers);
+    }
+  }
+  bulk_wait();
+}
+
+}  // namespace mok::sm90

@@ -1,0 +1,63 @@
+// Host side of one launch: tensor maps of the operands, shared memory, grid.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "grouped_gemm.cuh"
+
+namespace mok::sm90 {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("mok: ") + what +
+                             " failed: " + cudaGetErrorString(status));
+  }
+}
+
+// An operand: {64 columns, rows, columns / 64}, in one box.
+CUtensorMap encode_operand(const Matrix& matrix, OperandBox box);
+// A matrix that the epilogue writes, in boxes of 64 rows by `bytes`.
+CUtensorMap encode_boxes(const Matrix& matrix, int bytes);
+// Gate and up, [R, 2F], as {F, R, 2}: one transfer moves a box of each.
+CUtensorMap encode_gate_up(const Matrix& matrix, int bytes);
+// A gradient as {128 bytes, rows, blocks of 128 bytes}: one transfer moves 64 columns.
+CUtensorMap encode_gradient(const Matrix& matrix);
+int sm_count(int device);
+
+inline Matrix bf16(const void* data, int64_t rows, int64_t columns) {
+  return {.data = data, .rows = rows, .columns = columns, .fp32 = false};
+}
+
+inline TableHeader table_header(const Matrix& x, OperandBox box) {
+  return {.rows = x.rows,
+          .columns = x.columns,
+          .fp32 = x.fp32,
+          .box_rows = box.rows,
+          .box_blocks = box.blocks,
+          .magic = 0x6d6f6b};
+}
+
+template <class G>
+typename G::Parameters parameters(const Rows& rows, const Launch& launch) {
+  typename G::Parameters p{};
+  p.schedule.rows = rows;
+  p.tickets = launch.tickets;
+  p.fault = fault_record();
+  return p;
+}
+
+template <class G>
+void launch_kernel(const typename G::Parameters& p, const Launch& launch) {
+  constexpr int kBytes = sizeof(typename G::Storage);
+  check(cudaFuncSetAttribute(grouped_gemm<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+        "cudaFuncSetAttribute");
+  const int ctas = launch.ctas > 0 ? launch.ctas : sm_count(launch.device);
+  grouped_gemm<G><<<ctas, kThreads, kBytes, static_cast<cudaStream_t>(launch.stream)>>>(p);
+  check(cudaGetLastError(), "launch of grouped_gemm");
+}
+
+}  // namespace mok::sm90

@@ -1,0 +1,265 @@
+// The product pipeline: tickets -> tile queue -> TMA -> shared stages -> wgmma. The same for all
+// passes.
+//
+// What is accumulated: one fp32 sum an element, K steps of 16 in ascending order, whatever the
+// tiling. A stage is 128 rows or columns of A, then those of B (gate, then up). Loads reach past
+// the problem where a tile does: zeros, or a neighbour's values, whose products are never stored.
+// In a weight gradient K runs over an expert's rows: the rows past its end, which may hold
+// anything, are zeroed in shared memory before the last products.
+//
+// Few large copies, not many small ones: boxes of 4 KB cost up to a quarter of the rate.
+//
+// Parities. Every barrier is used in a fixed cycle of slots, and each side counts its own uses with
+// a Ring: use u of a slot has phase u & 1 in the ring of both sides, because both advance once for
+// each K step of each tile, in ticket order (a warpgroup that skips the other's tile advances by
+// its depth).
+//
+// - stage_full completes phase u when load's expect_tx and its bytes are in. multiply waits for
+//   phase u. It cannot be two phases behind: use u + 1 is loaded only after stage_empty's phase u.
+// - stage_empty completes phase u when all warps that read the stage have arrived, once each. load
+//   waits for phase u - 1 before use u, parity (u & 1) ^ 1, which an unused barrier satisfies.
+// - tile_full and tile_empty: the same pair around a slot of the tile queue, with one arrival of
+//   load and one of each reading warp.
+// - products_turn[w] (alternate) completes phase c when the four warps of the other warpgroup have
+//   issued the products of their tile. Warpgroup 1 waits for phase c before its tile c; warpgroup 0
+//   for phase c - 1, as on an empty barrier. One is at most one phase ahead, because each waits for
+//   the other in between. It also carries the argument for stage_full across the turns: who waits
+//   for use u of a slot has seen the other warpgroup consume use u - 1, so phase u - 1 is over.
+#pragma once
+
+#include "tiling.cuh"
+
+namespace mok::sm90 {
+
+enum class Product {
+  kForward,         // a [R, K] · W [N, K]^T: both operands K-major
+  kInputGradient,   // a [R, K] · W [K, N]: B is MN-major
+  kWeightGradient,  // a [R, M]^T · b [R, N]: both are MN-major, K is the rows
+};
+
+template <Product P>
+constexpr bool kOverRows = P == Product::kWeightGradient;
+
+// The tile queue's reading end. A whole warp reads, or one thread of it.
+template <class G, bool WHOLE_WARP>
+struct TileReader {
+  typename G::Storage& storage;
+  Fault* fault;
+  Ring<kTileSlots> ring{};
+
+  __device__ __forceinline__ Tile next() {
+    wait(storage.tile_full[ring.slot()], ring.phase(), fault, Tag::kNextTile);
+    const Tile tile = storage.tile[ring.slot()];
+    if constexpr (WHOLE_WARP) __syncwarp();
+    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[ring.slot()]);
+    ring.advance();
+    return tile;
+  }
+};
+
+// Valid rows, 0 to 64, of a slab of a tile's output.
+template <class G>
+__device__ __forceinline__ int slab_rows(const typename G::Parameters& p, const Tile& tile,
+                                         int slab) {
+  const int rows = kOverRows<G::kProduct> ? p.output_rows - tile.m * BLOCK_M : tile.rows;
+  return min(max(rows - slab * kSlab, 0), kSlab);
+}
+
+// ---- load: one thread
+
+template <class G>
+struct Loader {
+  using T = typename G::Tiling;
+  const typename G::Parameters& p;
+  typename G::Storage& storage;
+  Ring<kTileSlots> tile_ring{};
+  Ring<T::kStages> stage_ring{};
+
+  __device__ __forceinline__ void run() {
+    check_table();
+    const int tickets = p.schedule.count();
+    int ticket = take();
+    while (ticket < tickets) {
+      const Tile tile = p.schedule.at(ticket);
+      if (tile.fault) fail(p.fault, Tag::kRowsOutOfRange, tile.expert);
+      if (tile.depth == 0) {
+        ticket = take();
+        continue;
+      }
+      publish(tile);
+      ticket = load(tile);
+    }
+    publish(no_tile());
+    if (atomicAdd(p.tickets + 1, 1u) == gridDim.x - 1) {  // everyone has taken a ticket too many
+      p.tickets[0] = 0;
+      p.tickets[1] = 0;
+    }
+  }
+
+  // The table says what its maps describe; a wrong one would load boxes that nobody waits for.
+  __device__ __forceinline__ void check_table() {
+    const TableHeader& h = *reinterpret_cast<const TableHeader*>(p.table + p.schedule.rows.experts);
+    const TableHeader& wanted = p.header;
+    if (h.magic != wanted.magic || h.rows != wanted.rows || h.columns != wanted.columns ||
+        h.fp32 != wanted.fp32 || h.box_rows != wanted.box_rows ||
+        h.box_blocks != wanted.box_blocks) {
+      fail(p.fault, Tag::kWrongTable, h.rows);
+    }
+  }
+
+  __device__ __forceinline__ int take() { return static_cast<int>(atomicAdd(p.tickets, 1u)); }
+
+  __device__ __forceinline__ void publish(const Tile& tile) {
+    wait(storage.tile_empty[tile_ring.slot()], tile_ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
+    storage.tile[tile_ring.slot()] = tile;
+    arrive(storage.tile_full[tile_ring.slot()]);
+    tile_ring.advance();
+  }
+
+  // Loads a tile's stages and takes the next ticket while the last of them are under way.
+  __device__ __forceinline__ int load(const Tile& tile) {
+    constexpr int kHalves = G::kGated ? 2 : 1, kHalf = T::BLOCK_N / kHalves;
+    const CUtensorMap* const b_map = kOverRows<G::kProduct> ? &p.b : p.table + tile.expert;
+    const int take_at = max(tile.depth - T::kStages, 0), column = tile.n * kHalf;
+    int ticket = 0;
+    for (int step = 0; step < tile.depth; ++step) {
+      if (step == take_at) ticket = take();
+      const int slot = stage_ring.slot();
+      wait(storage.stage_empty[slot], stage_ring.phase() ^ 1, p.fault, Tag::kLoadStage);
+      uint64_t& full = storage.stage_full[slot];
+      arrive_expect(full, T::kStageBytes);
+      const uint32_t a = shared_address(storage.stage[slot]), b = a + BLOCK_M * BLOCK_K * 2;
+      if constexpr (kOverRows<G::kProduct>) {
+        const int row = tile.row + step * BLOCK_K;
+        load_operand(a, &p.a, full, row, tile.m * (BLOCK_M / 64));
+        load_operand(b, b_map, full, row, column / 64);
+      } else {
+        load_operand(a, &p.a, full, tile.row, step);
+        if constexpr (G::kProduct == Product::kInputGradient) {
+          load_operand(b, b_map, full, step * BLOCK_K, column / 64);
+        } else {
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) {
+            load_operand(
+                b + half * kHalf * BLOCK_K * 2, b_map, full, half * p.columns + column, step);
+          }
+        }
+      }
+      stage_ring.advance();
+    }
+    return ticket;
+  }
+};
+
+// ---- multiply: a warpgroup
+
+template <class G>
+struct Multiplier {
+  using T = typename G::Tiling;
+  static constexpr bool kMnA = kOverRows<G::kProduct>, kMnB = G::kProduct != Product::kForward;
+  using Accumulators = float[T::kSlabs][T::kAccumulators];
+
+  const typename G::Parameters& p;
+  typename G::Storage& storage;
+  const int warpgroup;  // 0 or 1 of the two that multiply
+  const int lane;
+  Ring<T::kStages> ring{};
+
+  __device__ __forceinline__ void skip(const Tile& tile) { ring.advance(tile.depth); }
+
+  // The tile's products into the accumulators. They are complete on return.
+  // `turn`: how many tiles this warpgroup has had before (alternate).
+  __device__ __forceinline__ void run(const Tile& tile, uint32_t turn, Accumulators& d) {
+    if constexpr (T::kAlternate) {
+      wait(storage.products_turn[warpgroup],
+           (turn & 1) ^ (warpgroup ^ 1),
+           p.fault,
+           Tag::kMultiplyTurn);
+    } else if (slab_rows<G>(p, tile, warpgroup) == 0) {
+      pass_by(tile);
+      return;
+    }
+    if constexpr (!T::kAlternate) {
+      products<1, T::BLOCK_N>(tile, d);
+    } else if (T::BLOCK_N > 128 && !G::kGated && p.columns - tile.n * T::BLOCK_N <= 128) {
+      products<2, 128>(tile, d);
+    } else if (!kOverRows<G::kProduct> && slab_rows<G>(p, tile, 1) == 0) {
+      products<1, T::BLOCK_N>(tile, d);
+    } else {
+      products<2, T::BLOCK_N>(tile, d);
+    }
+  }
+
+  // SLABS x COLUMNS: the part of the tile that holds anything.
+  template <int SLABS, int COLUMNS>
+  __device__ __forceinline__ void products(const Tile& tile, Accumulators& d) {
+    int before = ring.slot();
+    for (int step = 0; step < tile.depth; ++step) {
+      const int slot = await(tile, step);
+      const uint32_t a = shared_address(storage.stage[slot]);
+      const uint64_t a_at = describe_operand<kMnA>(a + (T::kAlternate ? 0 : warpgroup * kBoxBytes));
+      const uint64_t b_at = describe_operand<kMnB>(a + BLOCK_M / 64 * kBoxBytes);
+      products_fence();
+#pragma unroll
+      for (int k = 0; k < BLOCK_K / 16; ++k) {
+#pragma unroll
+        for (int i = 0; i < SLABS; ++i) {
+          multiply_add<COLUMNS, kMnA, kMnB>(d[i],
+                                            a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4),
+                                            b_at + k * kNextK16<kMnB>,
+                                            k > 0 || step > 0);
+        }
+      }
+      products_commit();
+      if (step > 0) {
+        products_wait<1>();
+        release(before);
+      }
+      before = slot;
+    }
+    if constexpr (T::kAlternate) {
+      if (lane == 0) arrive(storage.products_turn[warpgroup ^ 1]);
+    }
+    products_wait<0>();
+#pragma unroll
+    for (int i = 0; i < SLABS; ++i) pin(d[i]);
+    release(before);
+  }
+
+  // Nothing of this slab is valid: the stages are only given back.
+  __device__ __forceinline__ void pass_by(const Tile& tile) {
+    for (int step = 0; step < tile.depth; ++step) release(await(tile, step));
+  }
+
+  // Waits for the next stage and, where the expert's rows end inside it, zeroes the rest.
+  __device__ __forceinline__ int await(const Tile& tile, int step) {
+    const int slot = ring.slot();
+    wait(storage.stage_full[slot], ring.phase(), p.fault, Tag::kMultiplyStage);
+    ring.advance();
+    if constexpr (kOverRows<G::kProduct>) {
+      const int valid = tile.rows - step * BLOCK_K;
+      if (valid < BLOCK_K) zero_rows(storage.stage[slot], valid);
+    }
+    return slot;
+  }
+
+  __device__ __forceinline__ void release(int slot) {
+    if (lane == 0) arrive(storage.stage_empty[slot]);
+  }
+
+  // Rows from `valid` on, of every box. All threads that read the stage take part.
+  __device__ __forceinline__ void zero_rows(const uint8_t* stage, int valid) {
+    constexpr int kGroupThreads = 32 * T::kReaders;
+    const uint32_t from = shared_address(stage) + valid * 128;
+    const int pieces = (BLOCK_K - valid) * 128 / 16;
+    for (int box = 0; box < T::kStageBytes / kBoxBytes; ++box) {
+      for (int i = threadIdx.x % kGroupThreads; i < pieces; i += kGroupThreads) {
+        zero_shared_16(from + box * kBoxBytes + i * 16);
+      }
+    }
+    fence_async_shared();
+    named_sync(NamedBarrier::kZeroed, T::kAlternate ? warpgroup : 0, kGroupThreads);
+  }
+};
+
+}  // namespace mok::sm90
