@@ -1,0 +1,88 @@
+// What crosses the border between route_ops.cpp and the kernels around the products: plain data, no
+// torch, no CUDA.
+//
+// Letters: T tokens, K choices a token, E experts, R rows, H hidden, C chunks of slots. A slot is t
+// · K + k. Pointers are device pointers unless a comment says otherwise.
+#pragma once
+
+#include <cstdint>
+
+namespace mok {
+
+constexpr int kMaxExperts = 2048;  // a warp counts them in 8 KiB of shared memory
+constexpr int kMaxChoices = 64;    // a token's rows are listed in shared memory
+constexpr int kChunk = 256;        // slots that one warp counts and places
+
+// What the device found wrong with the choices. Lives in pinned host memory; `kind` is written
+// last, and only while it is 0, so that who sees it sees the rest, and the first fault stays until
+// the host has taken it.
+enum class RouteFaultKind : int32_t { kNone = 0, kIdOutOfRange = 1, kDuplicate = 2 };
+struct RouteFault {
+  int32_t kind;
+  int32_t expert;
+  int32_t token;
+  int32_t choice;
+};
+
+RouteFault* route_fault_record();  // process-wide; null when pinned memory is refused
+
+struct RouteArguments {
+  const int32_t* expert_TK;  // -1: empty slot
+  const float* prob_TK;
+  int32_t tokens;
+  int32_t choices;
+  int32_t experts;
+  int32_t chunks;
+  int32_t* counts;  // [C + 1, E + 1]; the last column counts slots that broke a rule, the last row
+                    // is the sum
+  int32_t* row_start;     // [E + 1], multiples of 128
+  int32_t* row_count;     // [E]
+  int32_t* shared_start;  // [2]: 0, T rounded up to 128
+  int32_t* shared_count;  // [1]: T
+  int32_t* faulty;        // [1]: slots that broke a rule; none of them has a row
+  int32_t* row_TK;        // -1: no row
+  int32_t* slot_R;        // -1 in padding; nothing past the last start
+  float* prob_R;          // 0 in padding
+  RouteFault* fault;      // host memory
+  void* stream;
+};
+
+// rows[row_TK[t, k]] = tokens[t], for one or two tensors of the same shape.
+struct DispatchArguments {
+  const void* tokens[2] = {};  // bf16 [T, H]
+  void* rows[2] = {};          // bf16 [R, H]
+  int32_t sources;
+  const int32_t* row_TK;
+  int32_t token_count;
+  int32_t choices;
+  int32_t hidden;
+  void* stream = nullptr;
+};
+
+// out[t] = bf16(sum over k in slot order of rows[row_TK[t, k]], then shared[t]); d_prob_TK from
+// d_prob_R.
+struct CombineArguments {
+  const void* rows;       // bf16 [R, H]
+  const void* shared;     // bf16 [at least T, H], or null
+  const float* d_prob_R;  // or null
+  const int32_t* row_TK;
+  const int32_t* faulty;
+  void* out;         // bf16 [T, H]
+  float* d_prob_TK;  // null exactly when d_prob_R is
+  int32_t tokens;
+  int32_t choices;
+  int32_t hidden;
+  void* stream;
+};
+
+// Each throws std::runtime_error when CUDA refuses, and does nothing when there are no tokens.
+void launch_route(const RouteArguments& arguments);
+void launch_dispatch(const DispatchArguments& arguments);
+void launch_combine(const CombineArguments& arguments);
+
+// `count` records of 128 bytes from host memory to a table on the device, through kernel
+// parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps
+// the records.
+void launch_write_table(const void* host_records, int count, void* table, void* stream);
+
+}  // namespace mok

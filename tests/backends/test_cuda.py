@@ -1,0 +1,432 @@
+"""The cuda backend: what it refuses (anywhere), and its invariants (on a GPU).
+
+Against the reference backend and the float64 oracle; cuda_cases.py says what a comparison asserts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok_megatron import backends
+from mok_megatron.backends import cuda, library
+from mok_megatron.backends.cuda import CudaBackend
+from mok_megatron.backends.reference import ReferenceBackend
+from mok_megatron.contract import OVERFULL, MoEShape, WeightGradients
+from mok_megatron.function import FreshGradients, fused_moe
+from tests.backends import cuda_cases as cases
+from tests.batches import LOADS, Case
+
+SHAPE = MoEShape(
+    hidden=128, ffn=64, shared_ffn=64, num_experts=4, top_k=2, ep_size=1, dtype=torch.bfloat16
+)
+CASE = Case(
+    seed=17,
+    hidden=256,
+    ffn=192,
+    shared_ffn=128,
+    num_experts=8,
+    top_k=3,
+    tokens=(301,),
+    load="skewed",
+    dtype=torch.bfloat16,
+)
+gpu = pytest.mark.gpu
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ep_size": 2}, r"expert parallel size 1 so far, got 2; use --mok-backend reference"),
+        ({"dtype": torch.float16}, r"computes in torch.bfloat16, got torch.float16; use --bf16"),
+        ({"hidden": 2890}, r"hidden size must be a multiple of 64, got 2890; use"),
+        ({"ffn": 100}, r"expert width must be a multiple of 64, got 100; use"),
+        ({"shared_ffn": 65}, r"shared expert width must be a multiple of 64, got 65; use"),
+        ({"num_experts": 2049}, r"at most 2048 experts, got 2049; use --mok-backend reference"),
+        ({"num_experts": 128, "top_k": 65}, r"at most 64 choices a token, got 65; use"),
+    ],
+)
+def test_a_shape_outside_the_kernels_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(library, "load", lambda: pytest.fail("loaded"))
+    shape = replace(SHAPE, **change)
+    group = type("Group", (), {"size": lambda self: shape.ep_size})()
+    with pytest.raises(RuntimeError, match=f"^mok: .*{words}"):
+        CudaBackend(shape, group, torch.device("cuda"))
+
+
+def test_a_group_of_another_size_is_refused() -> None:
+    group = type("Group", (), {"size": lambda self: 2})()
+    with pytest.raises(RuntimeError, match=r"must have 1 ranks, got 2; pass the group"):
+        CudaBackend(SHAPE, group, torch.device("cuda"))
+
+
+def test_a_missing_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise library.LibraryMissing("mok: the CUDA library must be built, got no file")
+
+    monkeypatch.setattr(library, "load", missing)
+    with pytest.raises(RuntimeError, match="must be built, got no file"):
+        CudaBackend(SHAPE, None, torch.device("cuda"))
+
+
+def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(RuntimeError, match=r"compute capability 9.0 .*got 10.0; use --mok-backend"):
+        CudaBackend(SHAPE, None, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_nobody_gets_it_by_name_yet(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"not part of this release yet; use --mok-backend"):
+        backends.choose(name, SHAPE, torch.device("cuda"), None)
+
+
+# Rows and places on the host.
+
+
+def test_capacity_holds_any_routing_and_is_reached() -> None:
+    draw = random.Random(3)
+    for _ in range(2000):
+        experts, slots = draw.randint(1, 40), draw.choice([0, 1, 5, 127, 128, 1000])
+        counts = [0] * experts
+        for _ in range(slots):
+            counts[draw.randrange(draw.randint(1, experts))] += 1
+        padded = sum(-(-count // 128) * 128 for count in counts)
+        assert padded <= cuda.capacity(slots, experts)
+        assert cuda.capacity(slots, experts) % 128 == 0
+    assert cuda.capacity(3, 8) == 3 * 128
+    assert cuda.capacity(0, 8) == 128
+
+
+def test_runs_of_places_leave_the_frozen_out_and_split_at_dtypes() -> None:
+    a, b = torch.empty(1), torch.empty(1, dtype=torch.bfloat16)
+    found = [(start, end) for start, end, _ in cuda._runs([None, a, a, b, None, None, b])]
+    assert found == [(1, 3), (3, 4), (6, 7)]
+    assert list(cuda._runs([None, None])) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expert", "words"),
+    [
+        (1, 9, r"an expert id must be -1 or in \[0, 4\), got 9 at token 5, slot 1"),
+        (2, 3, r"only once, got expert 3 again at token 5, slot 1"),
+        (1, OVERFULL, r"at most 2 experts, got more routes at token 5, .*--moe-router-topk"),
+    ],
+)
+def test_the_words_of_a_fault(kind: int, expert: int, words: str) -> None:
+    text = cuda.describe(kind, expert, 5, 1, SHAPE)
+    assert text.startswith("mok: ")
+    assert re.search(words, text)
+
+
+# On a GPU: right.
+
+
+@gpu
+def test_poison_reaches_what_the_allocator_hands_out() -> None:
+    for size in (1, 100, 100_000, 10_000_000):
+        cases.poison()
+        fresh = torch.empty(size, dtype=torch.int32, device=cases.DEVICE)
+        assert bool((fresh == cases.POISON).all()), size
+
+
+@gpu
+@pytest.mark.parametrize("first", range(30_000, 30_240, 20))
+def test_random_cases_against_reference_and_oracle(first: int) -> None:
+    ratios: list[float] = []
+    broken: list[str] = []
+    for seed in range(first, first + 20):
+        dtype = (torch.float32, torch.bfloat16)[seed // 2 % 2]
+        problem = cases.Problem.of(cases.random_case(seed))
+        found = cases.compare(problem, dtype, accumulate=seed % 2 == 0)
+        ratios, broken = ratios + found[0], broken + found[1]
+    print(f"seeds {first} .. {first + 19}: {len(ratios)} tensors, median of error / reference's")
+    print(f"  {statistics.median(ratios):.4f}, largest {max(ratios):.4f}")
+    assert broken == []
+    assert statistics.median(ratios) <= 1.01
+
+
+@gpu
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("tokens", [0, 1, 512])
+def test_every_load_with_and_without_a_shared_expert(load: str, tokens: int) -> None:
+    for shared_ffn in (0, 192):
+        case = replace(CASE, load=load, tokens=(tokens,), shared_ffn=shared_ffn)
+        problem = cases.Problem.of(case)
+        assert cases.compare(problem, torch.float32, accumulate=True)[1] == []
+        assert cases.compare(problem, torch.bfloat16, accumulate=False)[1] == []
+
+
+@gpu
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (31, 2), (8192, 256), (3000, 2048)])
+def test_a_large_schedule_is_a_stable_sort(tokens: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    top_k = min(experts, 8)
+    score_TE = torch.rand(tokens, experts, generator=generator)
+    expert_TK = score_TE.topk(top_k).indices.to(torch.int32)
+    expert_TK[torch.rand(tokens, top_k, generator=generator) < 0.1] = -1
+    prob_TK = torch.rand(tokens, top_k, generator=generator)
+    cases.poison()
+    plan = cuda._Plan.of(expert_TK.to(cases.DEVICE), prob_TK.to(cases.DEVICE), experts)
+    (start_E, count_E, _, _, faulty, row_TK, slot_R, prob_R) = (v.cpu() for v in plan.tensors())
+
+    ids = expert_TK.flatten()
+    order = ids.argsort(stable=True)
+    order = order[ids[order] >= 0]
+    counts = torch.bincount(ids[order], minlength=experts)
+    assert faulty.tolist() == [0]
+    assert count_E.tolist() == counts.tolist()
+    assert start_E.tolist() == [0, *((counts + 127) // 128 * 128).cumsum(0).tolist()]
+    rows = torch.cat([torch.arange(count) + a for a, count in zip(start_E, count_E, strict=False)])
+    assert torch.equal(slot_R[rows].long(), order)
+    assert torch.equal(prob_R[rows], prob_TK.flatten()[order])
+    assert torch.equal(row_TK.flatten()[order].long(), rows)
+    assert bool((row_TK.flatten()[ids < 0] == -1).all())
+    padding = torch.ones(int(start_E[-1]), dtype=torch.bool)
+    padding[rows] = False
+    assert bool((slot_R[: len(padding)][padding] == -1).all())
+
+
+@gpu
+def test_dispatch_copies_and_combine_adds_in_slot_order() -> None:
+    problem = cases.Problem.of(replace(CASE, load="sparse"))
+    plan = cuda._Plan.of(problem.expert_TK, problem.prob_TK, problem.shape.num_experts)
+    routed = plan.row_TK >= 0
+    row_N = plan.row_TK[routed].long()
+    x_RH, dy_RH = (
+        torch.full((plan.rows, 256), 7.0, device=cases.DEVICE, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    torch.ops.mok_megatron.dispatch([problem.x_TH, problem.dy_TH], plan.row_TK, [x_RH, dy_RH])
+    token_N = routed.nonzero()[:, 0]
+    assert torch.equal(x_RH[row_N], problem.x_TH[token_N])
+    assert torch.equal(dy_RH[row_N], problem.dy_TH[token_N])
+    spare = torch.ones(plan.rows, dtype=torch.bool, device=cases.DEVICE)
+    spare[row_N] = False
+    assert bool((x_RH[spare] == 7.0).all()), "padding was written"
+
+    x_RH.normal_()
+    x_RH[spare] = float("nan")
+    expected = torch.zeros(len(problem.x_TH), 256, device=cases.DEVICE)
+    for choice in range(problem.shape.top_k):
+        row_T = plan.row_TK[:, choice].long()
+        expected += torch.where(row_T[:, None] >= 0, x_RH[row_T.clamp(min=0)].float(), 0.0)
+    expected += problem.dy_TH.float()
+    out = torch.empty_like(problem.x_TH)
+    torch.ops.mok_megatron.combine(x_RH, problem.dy_TH, plan.row_TK, plan.faulty, None, out, None)
+    assert cases.same(out, expected.to(torch.bfloat16))
+
+
+@gpu
+def test_frozen_and_mixed_places_get_the_same_bytes_as_all_of_them() -> None:
+    problem = cases.Problem.of(CASE)
+    whole = problem.places(torch.float32, accumulate=True)
+    backend = cases.cuda_backend(problem.shape)
+    all_of_them = cases.call(backend, problem, whole)
+    places = list(cases.flat(problem.places(torch.float32, accumulate=True)))
+    narrow = list(cases.flat(problem.places(torch.bfloat16, accumulate=True)))
+    wanted: list[Tensor | None] = [
+        None if i % 5 in (1, 2) else narrow[i] if i % 7 == 3 else places[i]
+        for i in range(len(places))
+    ]
+    into = WeightGradients.of(tuple(wanted), problem.shape, accumulate=True)
+    some = cases.call(backend, problem, into)
+    assert cases.same(some.dx_TH, all_of_them.dx_TH)
+    assert cases.same(some.dprob_TK, all_of_them.dprob_TK)
+    for i, place in enumerate(wanted):
+        if place is not None and place.dtype == torch.float32:
+            assert cases.same(place, all_of_them.dw[i]), i
+        elif place is not None:
+            assert cases.error(place, all_of_them.dw[i].double()) < 1e-2, i
+
+
+@gpu
+def test_rows_beyond_two_to_the_31_elements() -> None:
+    """The last tokens of a batch whose rows need 64-bit offsets: the bytes they have alone."""
+    shape = MoEShape(hidden=7168, ffn=64, num_experts=8, top_k=8, ep_size=1, dtype=torch.bfloat16)
+    case = replace(CASE, hidden=7168, ffn=64, shared_ffn=0, num_experts=8, top_k=8, tokens=(256,))
+    small = cases.Problem.of(replace(case, load="uniform"))
+    copies = 150
+    assert copies * 256 * 8 * 7168 > 2**31
+    large = replace(
+        small,
+        x_TH=small.x_TH.repeat(copies, 1),
+        expert_TK=small.expert_TK.repeat(copies, 1),
+        prob_TK=small.prob_TK.repeat(copies, 1),
+        dy_TH=small.dy_TH.repeat(copies, 1),
+    )
+    backend = CudaBackend(shape, None, cases.DEVICE)
+    alone = cases.call(backend, small, small.places(torch.float32, accumulate=False))
+    together = cases.call(backend, large, small.places(torch.float32, accumulate=False))
+    for name in ("y_TH", "dx_TH", "dprob_TK"):
+        value, expected = getattr(together, name), getattr(alone, name)
+        for copy in (0, copies // 2, copies - 1):
+            assert cases.same(value[256 * copy : 256 * (copy + 1)], expected), (name, copy)
+    for value, expected in zip(together.dw, alone.dw, strict=True):
+        assert cases.error(value, copies * expected.double()) < 1e-4
+
+
+# On a GPU: always the same, waiting for nothing.
+
+
+@gpu
+def test_twenty_repeats_give_the_same_bytes() -> None:
+    problem = cases.Problem.of(CASE)
+    backend = cases.cuda_backend(problem.shape)
+    first = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
+    for repeat in range(20):
+        fresh = cases.cuda_backend(problem.shape) if repeat % 2 else backend
+        again = cases.call(fresh, problem, problem.places(torch.float32, accumulate=True))
+        assert cases.same_results(first, again) == [], repeat
+
+
+@gpu
+def test_a_tokens_bytes_do_not_depend_on_the_other_tokens() -> None:
+    problem = cases.Problem.of(CASE)
+    backend = cases.cuda_backend(problem.shape)
+    whole = cases.call(backend, problem, problem.places(torch.float32, accumulate=False))
+    for start, end in pairwise([0, 1, 128, 200, 301]):
+        mine = slice(start, end)
+        part = replace(
+            problem,
+            x_TH=problem.x_TH[mine],
+            expert_TK=problem.expert_TK[mine],
+            prob_TK=problem.prob_TK[mine],
+            dy_TH=problem.dy_TH[mine],
+        )
+        alone = cases.call(backend, part, part.places(torch.float32, accumulate=False))
+        assert cases.same(alone.y_TH, whole.y_TH[mine])
+        assert cases.same(alone.dx_TH, whole.dx_TH[mine])
+        assert cases.same(alone.dprob_TK, whole.dprob_TK[mine])
+
+
+@gpu
+def test_the_host_waits_for_nothing_not_even_in_the_first_call() -> None:
+    problem = cases.Problem.of(CASE)
+    backend, p = cases.cuda_backend(problem.shape), problem
+    into = problem.places(torch.float32, accumulate=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            _, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+            backend.backward(context, p.dy_TH, p.weights, into)
+            fresh = FreshGradients().open(p.weights, (True,) * len(p.weights.flat()), p.shape)
+            backend.backward(context, p.dy_TH, p.weights, fresh)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_a_capture_is_refused_and_the_backend_lives_on() -> None:
+    problem = p = cases.Problem.of(CASE)
+    backend = cases.cuda_backend(problem.shape)
+    first = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match=r"^mok: .*cannot be captured .*; leave the MoE"),
+        torch.cuda.graph(graph),
+    ):
+        backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+    again = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
+    assert cases.same_results(first, again) == []
+
+
+@gpu
+def test_through_autograd_reentrant_and_twice() -> None:
+    """Two forwards before their backwards, a retained graph run twice: the direct call's bytes."""
+    problem = cases.Problem.of(CASE)
+    other = problem.rerouted(99)
+    backend = cases.cuda_backend(problem.shape)
+    expected = [
+        cases.call(backend, q, q.places(torch.bfloat16, accumulate=False)) for q in (problem, other)
+    ]
+    leaves = []
+    outputs = []
+    for q in (problem, other):
+        flat = [w.clone().requires_grad_() for w in q.weights.flat()]
+        x, prob = q.x_TH.clone().requires_grad_(), q.prob_TK.clone().requires_grad_()
+        weights = type(q.weights).of(tuple(flat), q.shape)
+        outputs.append(fused_moe(x, q.expert_TK, prob, weights, backend))
+        leaves.append([x, prob, *flat])
+    with torch.no_grad():
+        fused_moe(problem.x_TH, problem.expert_TK, problem.prob_TK, problem.weights, backend)
+    for index in (0, 1, 0):
+        cases.poison()
+        found = torch.autograd.grad(outputs[index], leaves[index], problem.dy_TH, retain_graph=True)
+        wanted = expected[index]
+        assert cases.same(outputs[index].detach(), wanted.y_TH)
+        for value, true in zip(found, (wanted.dx_TH, wanted.dprob_TK, *wanted.dw), strict=True):
+            assert cases.same(value, true)
+
+
+# On a GPU: faults.
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ((8, 1, 2), r"in \[0, 8\), got 8 at token 200, slot 0"),
+        ((1, -3, 2), r"got -3 at token 200, slot 1"),
+        ((1, 2, 2**31 - 1), r"got 2147483647 at token 200, slot 2"),
+        ((5, -1, 5), r"only once, got expert 5 again at token 200, slot 2"),
+        ((OVERFULL, OVERFULL, OVERFULL), r"at most 3 experts, got more routes at token 200"),
+    ],
+)
+def test_a_bad_choice_poisons_its_call_and_is_raised_once(ids: tuple[int, ...], words: str) -> None:
+    problem, p = cases.Problem.of(CASE), cases.Problem.of(CASE)
+    backend = cases.cuda_backend(problem.shape)
+    good = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
+    bad_TK = problem.expert_TK.clone()
+    bad_TK[200] = torch.tensor(ids, dtype=torch.int32)
+    bad_TK[250, 0] = -7  # a later one, which is not reported
+    into = problem.places(torch.float32, accumulate=True)
+    y_TH, context = backend.forward(p.x_TH, bad_TK, p.prob_TK, p.weights)
+    torch.cuda.synchronize()
+    assert bool(y_TH.isnan().all())
+    with pytest.raises(RuntimeError, match=words):
+        backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+    backend.check()
+    gradients = backend.backward(context, p.dy_TH, p.weights, into)
+    assert bool(gradients.dx_TH.isnan().all())
+    assert bool(gradients.dprob_TK.isnan().all())
+    again = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
+    assert cases.same_results(good, again) == []
+    backend.check()
+
+
+@gpu
+def test_arguments_of_another_form_raise_before_any_launch() -> None:
+    problem = p = cases.Problem.of(CASE)
+    backend = cases.cuda_backend(problem.shape)
+    with pytest.raises(RuntimeError, match="x must be"):
+        backend.forward(p.x_TH.float(), p.expert_TK, p.prob_TK, p.weights)
+    with pytest.raises(RuntimeError, match="expert must be"):
+        backend.forward(p.x_TH, p.expert_TK.long(), p.prob_TK, p.weights)
+    with pytest.raises(RuntimeError, match="on x's device"):
+        backend.forward(p.x_TH, p.expert_TK, p.prob_TK.cpu(), p.weights)
+    _, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+    with pytest.raises(RuntimeError, match="dy must be"):
+        backend.backward(context, p.dy_TH[1:], p.weights, p.places(torch.float32, accumulate=True))
+    reference = ReferenceBackend(problem.shape, None)
+    assert torch.equal(
+        backend.schedule(context).source_R3,
+        reference.schedule(
+            reference.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)[1]
+        ).source_R3,
+    )
