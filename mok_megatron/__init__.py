@@ -72,9 +72,13 @@ class _Finder:
         if fullname not in _TARGETS:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
             if spec is not None:
-                _patch_after_execution(spec.loader)
+                try:
+                    _patch_after_execution(spec.loader)
+                except Exception as error:  # a loader of another kind: Megatron goes on without us
+                    _report(error)
                 return spec
         return None
 

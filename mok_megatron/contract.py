@@ -40,10 +40,14 @@ class MoEShape:
     def __post_init__(self) -> None:
         for name in ("hidden", "ffn", "num_experts", "top_k", "ep_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"mok: {name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"mok: {name} must be at least 1, got {getattr(self, name)}; "
+                    "correct the model's configuration"
+                )
         if self.shared_ffn < 0:
             raise ValueError(
-                f"mok: shared_ffn must be 0 (no shared expert) or more, got {self.shared_ffn}"
+                f"mok: shared_ffn must be 0 (no shared expert) or more, got {self.shared_ffn}; "
+                "correct --moe-shared-expert-intermediate-size"
             )
         if self.top_k > self.num_experts:
             raise ValueError(
@@ -56,7 +60,9 @@ class MoEShape:
                 f"parallel size ({self.ep_size}); change --expert-model-parallel-size"
             )
         if not self.dtype.is_floating_point:
-            raise ValueError(f"mok: the model's dtype must be floating point, got {self.dtype}")
+            raise ValueError(
+                f"mok: the model's dtype must be floating point, got {self.dtype}; use --bf16"
+            )
 
     @property
     def local_experts(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mok_megatron.contract import (
     OVERFULL,
@@ -63,6 +64,7 @@ class FusedMoE(torch.autograd.Function):
         return y_TH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """One call of backend.backward."""
         backend, store = ctx.backend, ctx.store
@@ -102,14 +104,17 @@ def fused_moe(
     return y_TH
 
 
-def top_k_choices(probs_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Megatron's dense routing -> (expert_TK int32, prob_TK fp32 or fp64); the host never waits.
+def top_k_choices(
+    probs_TE: Tensor, routing_map_TE: Tensor, top_k: int, model_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Megatron's dense routing -> (expert_TK int32, prob_TK); the host never waits.
 
     probs_TE [T, E] floating point, routing_map_TE bool [T, E]. Choices come from the map alone (a
     routed probability may be zero), experts ascending in a row, -1 and probability 0 in unused
-    slots. The gradient of prob_TK goes back to probs_TE dense, in its dtype, so losses that hang on
-    the router's output keep theirs. A token with more than `top_k` routes is marked OVERFULL, which
-    every backend refuses: nothing is dropped.
+    slots. prob_TK is fp32, fp64 for a `model_dtype` of fp64, whatever the router computes in. Its
+    gradient goes back to probs_TE dense, in that dtype, so losses that hang on the router's output
+    keep theirs. A token with more than `top_k` routes is marked OVERFULL, which every backend
+    refuses: nothing is dropped.
     """
     num_experts = routing_map_TE.shape[1]
     ids_E = torch.arange(num_experts, device=routing_map_TE.device)
@@ -117,7 +122,7 @@ def top_k_choices(probs_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> tuple
     expert_TK = routed_TE.topk(top_k, dim=1, largest=False, sorted=True).values
     empty_TK = expert_TK == num_experts
     prob_TK = probs_TE.gather(1, expert_TK.clamp(max=num_experts - 1)).masked_fill(empty_TK, 0)
-    wide = torch.promote_types(prob_TK.dtype, torch.float32)
+    wide = torch.promote_types(model_dtype, torch.float32)
     overfull_T = routing_map_TE.sum(1) > top_k
     expert_TK = expert_TK.masked_fill(empty_TK, -1).masked_fill(overfull_T.unsqueeze(1), OVERFULL)
     return expert_TK.to(torch.int32), prob_TK.to(wide)

@@ -28,7 +28,12 @@ from torch import Tensor
 from mok_megatron import backends, plugin
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
-from mok_megatron.parameters import MainGradients, read_weights, run_forward_pre_hooks
+from mok_megatron.parameters import (
+    MainGradients,
+    check_owners,
+    read_weights,
+    run_forward_pre_hooks,
+)
 
 
 class MokTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
@@ -77,9 +82,13 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 ep_size=self.config.num_moe_experts // self.num_local_experts,
                 dtype=weights.w1[0].dtype,
             )
+            check_owners(self.experts, self.shared_experts if self.fuses_shared_experts else None)
             name = plugin.settings().backend
             self._backend, reason = backends.choose(name, shape, device, self.ep_group)
-            _announce(f"mok: MoE layers run on the {self._backend.name} backend: {reason}")
+            _announce(
+                f"mok: MoE layers run on the {self._backend.name} backend: {reason}",
+                self.config.pipeline_model_parallel_size > 1,
+            )
         return self._backend
 
     def forward(
@@ -121,7 +130,9 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
 
         run_forward_pre_hooks(fused_shared, self.experts)
         weights = read_weights(self.experts, fused_shared)
-        expert_TK, prob_TK = top_k_choices(probs_TE, routing_map_TE, self.config.moe_router_topk)
+        expert_TK, prob_TK = top_k_choices(
+            probs_TE, routing_map_TE, self.config.moe_router_topk, weights.w1[0].dtype
+        )
         y_TH = fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             expert_TK,
@@ -144,7 +155,10 @@ def _shown_as_alltoall(config: Any) -> Iterator[None]:
 
 
 @cache
-def _announce(line: str) -> None:
-    """Once per process and text, on the first rank only."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+def _announce(line: str, pipelined: bool) -> None:
+    """Once per process and text, on the ranks whose output people read: the first, and with
+    pipeline stages the last (the first stage may have no MoE layer)."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    rank = torch.distributed.get_rank() if world > 1 else 0
+    if rank == 0 or (pipelined and rank == world - 1):
         print(line, flush=True)

@@ -16,7 +16,7 @@ instead:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -56,22 +56,54 @@ def read_weights(experts: Any, shared_experts: Any) -> Weights:
     )
 
 
-def run_forward_pre_hooks(*modules: nn.Module | None) -> None:
-    """Call the forward pre-hooks of the modules and of all modules inside, in the order a forward
-    would.
+def check_owners(experts: nn.Module, shared_experts: nn.Module | None) -> None:
+    """Refuse modules that do more than own weights: the fused call would leave that out.
 
-    They get no inputs, because there are none: these modules' forwards are not called.
+    An adapter, a quantised linear, a forward hook or an overridden forward changes what Megatron's
+    own forward computes, and so do parameters that are gathered on use. Raises TypeError.
     """
-    for module in chain.from_iterable(_modules_inside(m) for m in modules):
-        for hook_id, hook in list(module._forward_pre_hooks.items()):
-            if hook_id in module._forward_pre_hooks_with_kwargs:
-                hook(module, (), {})
-            else:
-                hook(module, ())
+    for name, module in chain.from_iterable(
+        m.named_modules() for m in (experts, shared_experts) if m is not None
+    ):
+        where = (
+            f"{name or 'the expert module'}, a {type(module).__module__}.{type(module).__name__}"
+        )
+        found = None
+        if not type(module).__module__.startswith(("megatron.core.", "torch.nn.")):
+            found = where
+        elif "forward" in vars(module):
+            found = f"{where} with a forward of its own"
+        elif module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+            found = f"{where} with a forward or backward hook"
+        elif any(
+            hasattr(p, "get_main_grad") or hasattr(p, "device_mesh")
+            for p in module.parameters(recurse=False)
+        ):
+            found = f"{where} with sharded parameters"
+        if found is not None:
+            raise TypeError(
+                "mok: experts must be Megatron's own modules, since their forward is not called, "
+                f"got {found}; remove the adapter, quantiser, hook or sharding, or use "
+                "--moe-token-dispatcher-type alltoall"
+            )
 
 
-def _modules_inside(module: nn.Module | None) -> Iterator[nn.Module]:
-    return iter(()) if module is None else module.modules()
+def run_forward_pre_hooks(*modules: nn.Module | None) -> None:
+    """Call Megatron's forward pre-hooks of the modules and of all modules inside, in order.
+
+    They wait for parameters and look at nothing else, so they get no inputs. A pre-hook of somebody
+    else wants the inputs of a forward that does not run: raises TypeError.
+    """
+    for module in chain.from_iterable(m.modules() for m in modules if m is not None):
+        for hook in list(module._forward_pre_hooks.values()):
+            if not hook.__module__.startswith("megatron.core.distributed"):
+                raise TypeError(
+                    "mok: expert modules can have Megatron's own forward pre-hooks only, since "
+                    f"their forward is not called, got {hook.__module__}.{hook.__qualname__} on a "
+                    f"{type(module).__name__}; register it on the MoE layer, or use "
+                    "--moe-token-dispatcher-type alltoall"
+                )
+            hook(module, ())
 
 
 class MainGradients:
@@ -97,7 +129,7 @@ class MainGradients:
             elif main_grad is None:
                 flat.append(torch.zeros_like(parameter))
             else:
-                flat.append(_checked(parameter, main_grad))
+                flat.append(main_grad)
         return WeightGradients.of(tuple(flat), shape, accumulate=True)
 
     def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
@@ -109,26 +141,15 @@ class MainGradients:
         )
 
 
-def _checked(parameter: Tensor, main_grad: Any) -> Tensor:
-    if main_grad.shape != parameter.shape or not main_grad.is_contiguous():
-        raise RuntimeError(
-            "mok: main_grad must be contiguous and of its parameter's shape "
-            f"{tuple(parameter.shape)}, got {tuple(main_grad.shape)} with strides "
-            f"{main_grad.stride()}; use Megatron's DistributedDataParallel"
-        )
-    if main_grad.dtype not in (torch.float32, parameter.dtype):
-        raise RuntimeError(
-            f"mok: main_grad must be float32 or {parameter.dtype}, got {main_grad.dtype}; "
-            "drop --grad-reduce-in-bf16's custom dtype or --main-grads-dtype"
-        )
-    tensor: Tensor = main_grad
-    return tensor
-
-
 def _stand_in(parameter: Any) -> Tensor:
-    """An alias of the weight itself: no memory, and autograd can take it without a copy."""
+    """Zeros of the parameter's shape and dtype, made once for all that are alike.
+
+    Never the weight itself: autograd keeps what it is given as `.grad` and may add to it in place.
+    """
     parameter.grad_added_to_main_grad = True
-    if getattr(parameter, "zero_out_wgrad", False):
-        return torch.zeros_like(parameter)
-    alias: Tensor = parameter.detach()
-    return alias
+    return _zeros(parameter.shape, parameter.dtype, parameter.device).detach()
+
+
+@cache
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

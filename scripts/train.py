@@ -39,6 +39,7 @@ from train_log import compare, plot, read_lines, started_alike
 from train_worker import WRONG_INPUT, checkpoints, end_with_parent, last_checkpoint, one_line, run
 
 DISPATCHER = "moe-token-dispatcher-type"
+SAVING_S = 1800  # how long a checkpoint may take after Ctrl-C
 
 
 def main(tokens: list[str]) -> int:
@@ -82,7 +83,10 @@ def main(tokens: list[str]) -> int:
                     "without torchrun"
                 )
             names.append(options.compare)
-        runs = [Run(config.replace({DISPATCHER: name}), output / name, name) for name in names]
+        runs = [
+            Run(config=config.replace({DISPATCHER: name}), folder=output / name, name=name)
+            for name in names
+        ]
         if ranked:
             return run(runs[0].config, runs[0].folder, launched=options.launched)
         _check_port(config.launch)
@@ -98,7 +102,7 @@ def main(tokens: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=False)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     config: RunConfig
     folder: Path
@@ -164,6 +168,7 @@ def _launch(run: Run, tokens: list[str]) -> int:
         max_restarts=0,
     )
     command = [str(Path(__file__).resolve()), *tokens, "--launched", f"--{DISPATCHER}", run.name]
+    _wait_for_saving()
     try:
         elastic_launch(config, sys.executable)("-u", *command)
     except SignalException as stop:
@@ -171,6 +176,20 @@ def _launch(run: Run, tokens: list[str]) -> int:
     except ChildFailedError as failed:
         return _say_failed(run, failed.failures)
     return 0
+
+
+def _wait_for_saving() -> None:
+    """After Ctrl-C or SIGTERM give the ranks SAVING_S to save, not the 30 s that torch's launcher
+    gives them; after a rank has failed the others keep those 30 s."""
+    from torch.distributed.elastic.multiprocessing import PContext, SignalException
+
+    close = PContext.close
+
+    def patient(self: Any, death_sig: Any = None, timeout: int = 30) -> None:
+        stopped = isinstance(sys.exception(), SignalException)
+        close(self, death_sig, SAVING_S if stopped else timeout)
+
+    PContext.close = patient
 
 
 def _say_result(run: Run, took: str = "") -> None:

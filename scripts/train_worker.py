@@ -44,8 +44,12 @@ def run(config: RunConfig, folder: Path, *, launched: bool) -> int:
         if isinstance(error, SystemExit) and not error.code:
             return 0
         traceback.print_exc()
+        if not str(error):  # a bare assert: its place says more than nothing
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            error.args = (f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})",)
         _report(error, rank, None if launched else terminal)
-        os._exit(WRONG_INPUT if isinstance(error, UserError | ValueError) else 1)
+        ours = isinstance(error, ValueError) and str(error).startswith("mok: ")
+        os._exit(WRONG_INPUT if ours or isinstance(error, UserError) else 1)
     return 0
 
 

@@ -289,7 +289,7 @@ def test_choices_come_from_the_map_not_from_the_probabilities() -> None:
     probs = torch.tensor(
         [[0.0, 0.7, 0.0, 0.3], [0.9, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, 0.0, 0.0, 1.0]]
     )
-    expert, prob = top_k_choices(probs, routed, 2)
+    expert, prob = top_k_choices(probs, routed, 2, probs.dtype)
     assert expert.dtype == torch.int32
     assert expert.tolist() == [[1, 3], [0, -1], [-1, -1], [2, 3]]  # 2 is routed with probability 0
     torch.testing.assert_close(prob, torch.tensor([[0.7, 0.3], [0.9, 0], [0, 0], [0, 1]]))
@@ -301,7 +301,7 @@ def test_the_gradient_of_choices_is_dense_and_in_the_routers_dtype(dtype: torch.
     routed = torch.rand(50, 6, generator=generator) < 0.3
     routed &= routed.cumsum(1) <= 3
     probs = torch.rand(50, 6, generator=generator).to(dtype).requires_grad_()
-    expert, prob = top_k_choices(probs, routed, 3)
+    expert, prob = top_k_choices(probs, routed, 3, probs.dtype)
     assert prob.dtype == torch.promote_types(dtype, torch.float32)
     weight = torch.arange(150.0).view(50, 3)
     (prob * weight).sum().backward()
@@ -320,7 +320,7 @@ def test_the_gradient_of_choices_is_dense_and_in_the_routers_dtype(dtype: torch.
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_choices_of_no_token_and_of_all_experts(tokens: int) -> None:
     routed = torch.ones(tokens, 3, dtype=torch.bool)
-    expert, prob = top_k_choices(torch.rand(tokens, 3), routed, 3)
+    expert, prob = top_k_choices(torch.rand(tokens, 3), routed, 3, torch.bfloat16)
     assert expert.tolist() == [[0, 1, 2]] * tokens
     assert prob.shape == (tokens, 3)
 
@@ -330,7 +330,7 @@ def test_a_routed_probability_of_zero_still_gets_its_gradient() -> None:
     layer, x, _ = _setting(replace(CASE, load="uniform"))
     routed = torch.zeros(len(x), 4, dtype=torch.bool).scatter_(1, layer.expert_TK.long(), True)
     probs = torch.zeros(len(x), 4, dtype=torch.float64, requires_grad=True)
-    expert, prob = top_k_choices(probs, routed, 2)
+    expert, prob = top_k_choices(probs, routed, 2, probs.dtype)
     y = fused_moe(x, expert, prob, layer.weights, layer.backend)
     y.square().sum().backward()
     assert (probs.grad[routed] != 0).all()
@@ -374,9 +374,43 @@ def test_a_token_with_too_many_routes_is_refused_not_cut() -> None:
     routing_map_TE = torch.zeros(3, 4, dtype=torch.bool)
     routing_map_TE[0, :2] = True
     routing_map_TE[2, 1:] = True  # three routes
-    expert_TK, prob_TK = top_k_choices(torch.full((3, 4), 0.25), routing_map_TE, 2)
+    expert_TK, prob_TK = top_k_choices(torch.full((3, 4), 0.25), routing_map_TE, 2, torch.float32)
     assert expert_TK.tolist() == [[0, 1], [-1, -1], [OVERFULL, OVERFULL]]
     shape = MoEShape(hidden=4, ffn=4, num_experts=4, top_k=2, ep_size=1, dtype=torch.float32)
     weights = Weights(w1=(torch.zeros(8, 4),) * 4, w2=(torch.zeros(4, 4),) * 4)
     with pytest.raises(RuntimeError, match=r"at most 2 experts, got more routes at token 2"):
         fused_moe(torch.zeros(3, 4), expert_TK, prob_TK, weights, ReferenceBackend(shape, None))
+
+
+@pytest.mark.parametrize(
+    ("router", "model", "wide"),
+    [
+        (torch.float64, torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+)
+def test_probabilities_follow_the_model_and_their_gradient_the_router(
+    router: torch.dtype, model: torch.dtype, wide: torch.dtype
+) -> None:
+    probs_TE = torch.full((1, 3), 0.5, dtype=router, requires_grad=True)
+    _, prob_TK = top_k_choices(probs_TE, torch.tensor([[True, False, True]]), 2, model)
+    assert prob_TK.dtype == wide
+    prob_TK.sum().backward()
+    assert probs_TE.grad is not None
+    assert probs_TE.grad.dtype == router
+    assert probs_TE.grad.tolist() == [[1, 0, 1]]
+
+
+def test_a_second_derivative_is_an_error_not_a_wrong_number() -> None:
+    shape = MoEShape(hidden=4, ffn=4, num_experts=2, top_k=1, ep_size=1, dtype=torch.float64)
+    w1 = (torch.rand(8, 4, dtype=torch.float64),) * 2
+    w2 = (torch.rand(4, 4, dtype=torch.float64),) * 2
+    x_TH = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+    expert_TK = torch.tensor([[0], [1], [0]], dtype=torch.int32)
+    prob_TK = torch.rand(3, 1, dtype=torch.float64)
+    backend = ReferenceBackend(shape, None)
+    y_TH = fused_moe(x_TH, expert_TK, prob_TK, Weights(w1=w1, w2=w2), backend)
+    (dx_TH,) = torch.autograd.grad(y_TH.square().sum(), x_TH, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx_TH.square().sum().backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,12 @@ from torch import nn
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import MoEShape, Weights
 from mok_megatron.function import fused_moe
-from mok_megatron.parameters import MainGradients, read_weights, run_forward_pre_hooks
+from mok_megatron.parameters import (
+    MainGradients,
+    check_owners,
+    read_weights,
+    run_forward_pre_hooks,
+)
 
 SHAPE = MoEShape(
     hidden=16, ffn=24, shared_ffn=8, num_experts=4, top_k=2, ep_size=1, dtype=torch.bfloat16
@@ -53,7 +60,10 @@ def test_main_grad_is_added_to_in_place() -> None:
             parameter.main_grad = torch.ones(parameter.shape, dtype=dtype)
             parameter.grad_added_to_main_grad = False
             before[parameter] = parameter.main_grad.data_ptr()
-        _backward(weights, times=2)
+        values = [parameter.detach().clone() for parameter in weights.flat()]
+        _backward(weights, times=2)  # nobody clears .grad in between
+        for parameter, value in zip(weights.flat(), values, strict=True):
+            assert torch.equal(parameter, value)
         for parameter, want in zip(weights.flat(), plain.flat(), strict=True):
             main_grad = parameter.main_grad
             assert main_grad.data_ptr() == before[parameter]
@@ -105,9 +115,9 @@ def test_mixed_and_frozen_parameters() -> None:
 @pytest.mark.parametrize(
     ("main_grad", "words"),
     [
-        (torch.zeros(3, 3), r"parameter's shape \(16, 24\), got \(3, 3\)"),
-        (torch.zeros(24, 16).t(), r"contiguous"),
-        (torch.zeros(16, 24, dtype=torch.float64), r"float32 or torch.bfloat16, got torch.float64"),
+        (torch.zeros(3, 3), r"shape of its weight, \[16, 24\] in torch.bfloat16, got \[3, 3\]"),
+        (torch.zeros(24, 16).t(), r"must be contiguous and .* got \[16, 24\] .* strides \(1, 16\)"),
+        (torch.zeros(16, 24, dtype=torch.float64), r"bfloat16 or torch.float32, got .*float64"),
     ],
     ids=["shape", "strides", "dtype"],
 )
@@ -130,11 +140,63 @@ def test_zero_out_wgrad_gives_zeros() -> None:
 def test_pre_hooks_run_in_order_for_every_module() -> None:
     seen = []
     tree = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2))})
-    for name, module in tree.named_modules():
-        module.register_forward_pre_hook(lambda m, *unused, name=name: seen.append(name))
-    tree["a"].register_forward_pre_hook(lambda m, args, kwargs: seen.append("kw"), with_kwargs=True)
+    names = {module: name for name, module in tree.named_modules()}
+
+    def hook(module: nn.Module, *unused: object) -> None:
+        seen.append(names[module])
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    for module in tree.modules():
+        module.register_forward_pre_hook(hook)
     run_forward_pre_hooks(None, tree)
-    assert seen == ["", "a", "kw", "b", "b.0"]
+    assert seen == ["", "a", "b", "b.0"]
+
+
+def test_a_pre_hook_that_wants_inputs_is_refused() -> None:
+    linear = nn.Linear(2, 2)
+    linear.register_forward_pre_hook(lambda module, args: print(args[0]))
+    with pytest.raises(TypeError, match=r"Megatron's own forward pre-hooks only.*got tests\."):
+        run_forward_pre_hooks(linear)
+
+
+class _Adapter(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+
+def _with_own_forward(linear: nn.Linear) -> nn.Module:
+    linear.forward = lambda x: x * 0
+    return linear
+
+
+def _with_hook(linear: nn.Linear) -> nn.Module:
+    linear.register_forward_hook(lambda module, args, output: output * 0)
+    return linear
+
+
+def _sharded(linear: nn.Linear) -> nn.Module:
+    linear.weight.get_main_grad = lambda: None
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_Adapter, r"got .*_Adapter"),
+        (_with_own_forward, r"Linear with a forward of its own"),
+        (_with_hook, r"Linear with a forward or backward hook"),
+        (_sharded, r"Linear with sharded parameters"),
+    ],
+    ids=["adapter", "own-forward", "hook", "sharded"],
+)
+def test_modules_that_do_more_than_own_weights_are_refused(change: Any, words: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    check_owners(plain, None)
+    with pytest.raises(TypeError, match=words):
+        check_owners(nn.Sequential(change(nn.Linear(2, 2))), None)
+    with pytest.raises(TypeError, match=words):
+        check_owners(plain, nn.Sequential(change(nn.Linear(2, 2))))
 
 
 def test_an_unknown_expert_module_is_named() -> None:

@@ -6,9 +6,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from mok_megatron.backends.reference import ReferenceBackend
+from mok_megatron.config import BACKENDS
 from mok_megatron.contract import Backend, MoEShape
-
-NAMES = ("auto", "cuda", "reference")
 
 
 def choose(
@@ -19,8 +18,11 @@ def choose(
     `auto` is cuda for CUDA tensors and reference for CPU tensors: the reference never runs on a GPU
     unless it is named. Raises RuntimeError (cause, remedy) when what was asked for cannot run.
     """
-    if name not in NAMES:
-        raise ValueError(f"mok: --mok-backend must be one of {', '.join(NAMES)}, got {name!r}")
+    if name not in BACKENDS:
+        raise ValueError(
+            f"mok: --mok-backend must be one of {', '.join(BACKENDS)}, got {name!r}; "
+            "choose one of them"
+        )
     if name == "reference":
         return ReferenceBackend(shape, group), "asked for by --mok-backend reference"
     if name == "auto" and device.type == "cpu":

@@ -88,6 +88,14 @@ def backward_fault(
                 f"a weight gradient must have the shape of its weight, {_form(owner)}, got "
                 f"{_form(place)} {where}; make it with torch.empty_like"
             )
+        if place is not None and owner is not None:
+            wide = torch.promote_types(owner.dtype, torch.float32)
+            if place.dtype not in (owner.dtype, wide) or not place.is_contiguous():
+                return (
+                    "a weight gradient (main_grad) must be contiguous and in "
+                    f"{owner.dtype} or {wide}, got {_form(place)} with strides {place.stride()} "
+                    f"{where}; let Megatron's DistributedDataParallel make it"
+                )
     return None
 
 

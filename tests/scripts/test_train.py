@@ -437,7 +437,9 @@ def test_the_rank_that_failed_first_is_named(
         0: SimpleNamespace(exitcode=1, message=text, timestamp=100),
         1: SimpleNamespace(exitcode=int(other[0]), message="", timestamp=100 + other[1]),
     }
-    assert train._say_failed(train.Run(config, tmp_path, "mok"), failures) == code
+    assert (
+        train._say_failed(train.Run(config=config, folder=tmp_path, name="mok"), failures) == code
+    )
     assert line in capsys.readouterr().err
 
 
