@@ -7,7 +7,7 @@ of neighbouring homes, so that the global batch in rank order stays what it was.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,18 @@ class Batch:
             dy_TH=normal(tokens, case.hidden),
             w1=[normal(1, 2 * width, case.hidden)[0] for width in widths],
             w2=[normal(1, case.hidden, width)[0] for width in widths],
+        )
+
+    def to(self, device: str) -> Batch:
+        """The same batch on another device."""
+        return replace(
+            self,
+            x_TH=self.x_TH.to(device),
+            expert_TK=self.expert_TK.to(device),
+            prob_TK=self.prob_TK.to(device),
+            dy_TH=self.dy_TH.to(device),
+            w1=[w.to(device) for w in self.w1],
+            w2=[w.to(device) for w in self.w2],
         )
 
     def tokens(self, rank: int, ranks: int) -> slice:

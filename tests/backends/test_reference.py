@@ -159,6 +159,23 @@ def test_random_configurations_equal_the_oracle(world: int, seeds: range) -> Non
     assert run_ranks(world, _random_cases, seeds) == [len(seeds)] * world
 
 
+def _same_as_on_the_cpu(rank: int, world: int, device: str, seeds: range) -> int:
+    for seed in seeds:
+        batch = Batch.of(random_case(seed, world, ALL_DTYPES))
+        here, there = _call(batch, rank, world), _call(batch.to(device), rank, world)
+        for expected, value in zip((*here[:3], *here[3]), (*there[:3], *there[3]), strict=True):
+            assert value.device.type == torch.device(device).type
+            _assert_close(batch.case, "on the device", value.cpu(), expected.double(), 1)
+    return len(seeds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", RANKS, ids=["ep1", "ep2", "ep4"])
+def test_cuda_tensors_of_several_processes_on_one_gpu(world: int) -> None:
+    seeds = range(7000, 7040)
+    assert run_ranks(world, _same_as_on_the_cpu, "cuda", seeds) == [len(seeds)] * world
+
+
 # The same bytes.
 
 
