@@ -13,6 +13,7 @@
 
 #include "combine.cuh"
 #include "dispatch.cuh"
+#include "ptx.cuh"
 #include "route.cuh"
 
 namespace mok {
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(8 * kRecordsPerLaunch)
     write_table(const __grid_constant__ TablePart part) {
   const int record = threadIdx.x / 8, word = threadIdx.x % 8;
   part.table[record].words[word] = part.records[record].words[word];
-  asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory");
+  release_tensor_maps();
 }
 
 void check(cudaError_t status, const char* what) {

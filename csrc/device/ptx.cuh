@@ -87,6 +87,12 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Tensor maps that this thread wrote to global memory before are in order for kernels after this
+// one.
+__device__ __forceinline__ void release_tensor_maps() {
+  asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory");
+}
+
 enum class NamedBarrier : int {
   kSetUp = 0,   // __syncthreads
   kZeroed = 1,  // + warpgroup, or 1 for both: the last rows of a stage have been zeroed
