@@ -54,8 +54,8 @@ def run(config: RunConfig, folder: Path, *, launched: bool) -> int:
 
 
 def checkpoints(config: RunConfig, folder: Path) -> Path:
-    """Where a run saves and where it continues from."""
-    return Path(config.arguments.get("save", folder / "checkpoints"))
+    """Where a run saves, unless `save` is false, and where it continues from."""
+    return Path(config.arguments.get("save") or folder / "checkpoints")
 
 
 def last_checkpoint(folder: Path) -> int:
