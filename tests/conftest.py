@@ -1,4 +1,7 @@
-"""Markers: `gpu` needs an sm_90a GPU, `multigpu` at least two; without them the tests say why."""
+"""Markers: `gpu` needs an sm_90a GPU, `multigpu` at least two; without them the tests say why.
+
+Files marked `slow` come first, so that of two workers neither is left with one at the end.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.getparent(pytest.Module).get_closest_marker("slow") is None)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     needs_several = [item for item in items if item.get_closest_marker("multigpu")]
     if not needs_gpu and not needs_several:

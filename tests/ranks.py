@@ -1,8 +1,9 @@
 """Several ranks for one test: processes with a gloo group, a deadline, and nothing left behind.
 
-The processes are forked from a server that has imported torch once, so a second call costs a
-fraction of a second. Each is a session leader: whatever it starts is killed with it. Each also
-watches its pipe to the test, and ends itself when the test process is gone.
+The processes are forked from a server that has imported torch and Megatron once (preloaded.py), so
+a second call costs a fraction of a second, and still no two calls share a process. Each is a
+session leader: whatever it starts is killed with it. Each also watches its pipe to the test, and
+ends itself when the test process is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 _LAST_WORDS_S = 3.0  # how long the others may still report once one rank has failed
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional"])
+_processes.set_forkserver_preload(["tests.preloaded"])
 
 
 class RankFailed(AssertionError):
@@ -38,12 +39,11 @@ def run_ranks(
 
     `function` is found by its name, at module level; arguments and results are pickled. Each rank
     has a default gloo group and one thread. Raises RankFailed for the first rank that fails, and
-    TimeoutError after `deadline` seconds; either way no process is left.
+    TimeoutError `deadline` seconds after the ranks were started; either way no process is left.
     """
-    end = time.monotonic() + deadline
     call = pickle.dumps((function, args))
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}  # in the order of arrival
+    failures: dict[int, tuple[float, str]] = {}  # when, and what is known of it
     with tempfile.TemporaryDirectory(prefix="mok-ranks-") as folder:
         pipes: dict[Connection, int] = {}
         ranks = []
@@ -56,28 +56,31 @@ def run_ranks(
             theirs.close()
             pipes[ours] = rank
             ranks.append(process)
+        end = time.monotonic() + deadline  # not before: the first start waits for the server
         try:
             while pipes and (left := end - time.monotonic()) > 0:
                 ready = wait(list(pipes), timeout=left)
                 for pipe in ready:
                     rank = pipes.pop(pipe)
                     try:
-                        succeeded, value = pickle.loads(pipe.recv_bytes())
+                        when, succeeded, value = pickle.loads(pipe.recv_bytes())
                     except (EOFError, ConnectionError):
-                        ranks[rank].join()
-                        succeeded, value = False, f"died with exit code {ranks[rank].exitcode}\n"
+                        ranks[rank].join()  # its peers' failures follow from this one
+                        when, succeeded = 0.0, False
+                        value = f"died with exit code {ranks[rank].exitcode}\n"
                     if succeeded:
                         results[rank] = value
                         continue
                     if not failures:
                         end = min(end, time.monotonic() + _LAST_WORDS_S)
-                    failures[rank] = value
+                    failures[rank] = when, value
         finally:
             for process in ranks:
                 _end(process)
     if failures:
-        rank, text = next(iter(failures.items()))
-        others = f"; failed too: {list(failures)[1:]}" if len(failures) > 1 else ""
+        rank, *later = sorted(failures, key=lambda rank: failures[rank][0])
+        text = failures[rank][1]
+        others = f"; failed too: {later}" if later else ""
         raise RankFailed(f"rank {rank} of {world} failed{others}\n{text}")
     if pipes:
         late = sorted(pipes.values())
@@ -113,9 +116,10 @@ def _rank_main(
             world_size=world,
             timeout=timedelta(seconds=deadline),
         )
-        message = pickle.dumps((True, function(rank, world, *args)))
+        result = function(rank, world, *args)
+        message = pickle.dumps((time.monotonic(), True, result))
     except BaseException:
-        message = pickle.dumps((False, traceback.format_exc()))
+        message = pickle.dumps((time.monotonic(), False, traceback.format_exc()))
     pipe.send_bytes(message)
     if dist.is_initialized():
         dist.destroy_process_group()

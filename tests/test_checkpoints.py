@@ -30,6 +30,8 @@ import torch.distributed as dist
 from tests import tiny_megatron as tiny
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SAVED_AT = 2  # steps
 STEPS = 3  # after that
 SIZES = (1, 2, 4)
@@ -76,7 +78,11 @@ def _state(training: tiny.Training, *, is_loading: bool = False) -> dict[str, An
 
 def _save(training: tiny.Training, folder: Path) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import (
+        get_write_results_queue,
+    )
 
+    get_write_results_queue("fork")  # else a new interpreter serves it, which imports torch first
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()

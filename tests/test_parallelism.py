@@ -21,6 +21,8 @@ import torch.distributed as dist
 from tests import tiny_megatron as tiny
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 SHARDED = {
     "ddp": {

@@ -17,6 +17,8 @@ import torch
 from tests import tiny_megatron as tiny
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 OVERLAPPED = {
     "use_distributed_optimizer": True,
