@@ -20,6 +20,11 @@ enum class Tag : uint32_t {
   kMultiplyUnit,    // multiply waits for an epilogue unit
   kFetchUnit,       // fetch waits for a drained unit
   kStoreUnit,       // store waits for a filled unit
+  kLoadRows,        // load waits for moved rows
+  kLoadBlock,       // load waits for a block's earlier product
+  kLoadExpert,      // load waits for an expert's earlier product
+  kCombineRows,     // combine waits for a token's rows
+  kCombineSums,     // combine waits for the sums of prob's gradient
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
   kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
 };
@@ -46,6 +51,16 @@ inline const char* describe(Tag tag) {
       return "fetch waited for a drained unit";
     case Tag::kStoreUnit:
       return "store waited for a filled unit";
+    case Tag::kLoadRows:
+      return "load waited for the rows of its block";
+    case Tag::kLoadBlock:
+      return "load waited for the earlier product of its block";
+    case Tag::kLoadExpert:
+      return "load waited for the earlier product of its expert";
+    case Tag::kCombineRows:
+      return "combine waited for the rows of a token";
+    case Tag::kCombineSums:
+      return "combine waited for the sums of a probability's gradient";
     case Tag::kWrongTable:
       return "a table of tensor maps describes other matrices or boxes than the call needs";
     case Tag::kRowsOutOfRange:

@@ -1,4 +1,4 @@
-// What crosses the border between route_ops.cpp and the kernels around the products: plain data, no
+// What crosses the border between layer_ops.cpp and the kernels around the products: plain data, no
 // torch, no CUDA.
 //
 // Letters: T tokens, K choices a token, E experts, R rows, H hidden, C chunks of slots. A slot is t
@@ -10,7 +10,7 @@
 namespace mok {
 
 constexpr int kMaxExperts = 2048;  // a warp counts them in 8 KiB of shared memory
-constexpr int kMaxChoices = 64;    // a token's rows are listed in shared memory
+constexpr int kMaxChoices = 64;    // route compares each with those before it
 constexpr int kChunk = 256;        // slots that one warp counts and places
 
 // What the device found wrong with the choices. Lives in pinned host memory; `kind` is written
@@ -47,38 +47,21 @@ struct RouteArguments {
   void* stream;
 };
 
-// rows[row_TK[t, k]] = tokens[t], for one or two tensors of the same shape.
-struct DispatchArguments {
-  const void* tokens[2] = {};  // bf16 [T, H]
-  void* rows[2] = {};          // bf16 [R, H]
-  int32_t sources;
-  const int32_t* row_TK;
-  int32_t token_count;
-  int32_t choices;
-  int32_t hidden;
-  void* stream = nullptr;
-};
-
-// out[t] = bf16(sum over k in slot order of rows[row_TK[t, k]], then shared[t]); d_prob_TK from
-// d_prob_R.
+// out[t] = bf16(sum over k in slot order of rows[row_TK[t, k]], then shared[t]).
 struct CombineArguments {
-  const void* rows;       // bf16 [R, H]
-  const void* shared;     // bf16 [at least T, H], or null
-  const float* d_prob_R;  // or null
+  const void* rows;    // bf16 [R, H]
+  const void* shared;  // bf16 [at least T, H], or null
   const int32_t* row_TK;
   const int32_t* faulty;
   void* out;         // bf16 [T, H]
-  float* d_prob_TK;  // null exactly when d_prob_R is
+  float* d_prob_TK;  // or null
   int32_t tokens;
   int32_t choices;
   int32_t hidden;
-  void* stream;
 };
 
 // Each throws std::runtime_error when CUDA refuses, and does nothing when there are no tokens.
 void launch_route(const RouteArguments& arguments);
-void launch_dispatch(const DispatchArguments& arguments);
-void launch_combine(const CombineArguments& arguments);
 
 // `count` records of 128 bytes from host memory to a table on the device, through kernel
 // parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps

@@ -1,5 +1,5 @@
 // The border to torch for the grouped products: schemas, checks, stream, launch. Only this file and
-// route_ops.cpp have torch headers (stable ABI).
+// layer_ops.cpp have torch headers (stable ABI).
 //
 // Every op writes into tensors of the caller, reads the split of the rows on the device, and never
 // waits for it. Checks run before the device is asked, so that a wrong call says what is wrong on

@@ -31,16 +31,9 @@ BASES: dict[str, dict[str, Any]] = {
 
 def _set_up() -> None:
     import mok_megatron
-    from mok_megatron import backends
-    from mok_megatron.backends.cuda import CudaBackend
 
     torch.cuda.set_device(0)
     mok_megatron.activate()
-    # choose() does not offer it yet.
-    backends.choose = lambda name, shape, device, group: (
-        CudaBackend(shape, group, device),
-        "under test",
-    )
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(

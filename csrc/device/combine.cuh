@@ -5,10 +5,12 @@
 // of it becomes NaN, by select, whatever the rows hold.
 #pragma once
 
-#include "dispatch.cuh"
+#include "../layer_arguments.h"
 #include "ptx.cuh"
 
 namespace mok {
+
+constexpr int kPiece = 8;  // bf16 elements of one 16-byte access
 
 struct Sum {  // of one piece
   float value[kPiece];
@@ -30,33 +32,38 @@ struct Sum {  // of one piece
   }
 };
 
-// All threads of a CTA; rows: kMaxChoices words of shared memory.
-__device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int32_t* rows,
-                                              int32_t& listed) {
-  if (threadIdx.x < 32) {
-    const int count = list_rows(a.row_TK, token, a.choices, rows);
-    if (threadIdx.x == 0) listed = count;
-  }
-  __syncthreads();
-  const int pieces = a.hidden / kPiece, count = listed;
+// One warp: its lanes take a token's pieces. The rows may have been written by other CTAs of this
+// grid, which the caller has waited for.
+__device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int lane) {
+  constexpr int kGroup = 8;  // rows under way
+  const int pieces = a.hidden / kPiece;
   const bool faulty = *a.faulty != 0;
   const int64_t first = static_cast<int64_t>(token) * pieces;
+  const int32_t* const row_K = a.row_TK + static_cast<int64_t>(token) * a.choices;
   const uint4* const from = static_cast<const uint4*>(a.rows);
   const uint4* const shared = static_cast<const uint4*>(a.shared);
   uint4* const out = static_cast<uint4*>(a.out);
-  for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+  for (int piece = lane; piece < pieces; piece += 32) {
     Sum sum{};
-#pragma unroll 4
-    for (int i = 0; i < count; ++i)
-      sum.add(__ldg(from + static_cast<int64_t>(rows[i]) * pieces + piece));
-    if (shared != nullptr) sum.add(__ldg(shared + first + piece));
+    for (int base = 0; base < a.choices; base += kGroup) {
+      int row[kGroup];
+      uint4 value[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) row[i] = base + i < a.choices ? row_K[base + i] : -1;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (row[i] >= 0) {
+          value[i] = load_written(from + static_cast<int64_t>(row[i]) * pieces + piece);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (row[i] >= 0) sum.add(value[i]);
+      }
+    }
+    if (shared != nullptr) sum.add(load_written(shared + first + piece));
     constexpr uint32_t kNaN = 0x7fff7fffu;
     out[first + piece] = faulty ? uint4{kNaN, kNaN, kNaN, kNaN} : sum.rounded();
-  }
-  if (a.d_prob_R != nullptr && static_cast<int>(threadIdx.x) < a.choices) {
-    const int64_t slot = static_cast<int64_t>(token) * a.choices + threadIdx.x;
-    const int row = a.row_TK[slot];
-    a.d_prob_TK[slot] = faulty ? __int_as_float(0x7fffffff) : row < 0 ? 0.0f : a.d_prob_R[row];
   }
 }
 

@@ -1,9 +1,5 @@
-// The phases around the products, each as a kernel of its own on the caller's stream: route
-// (three), dispatch, combine, and the writer of tensor-map tables. The order of the stream is all
-// the synchronisation there is.
-//
-// The phases are functions of their own (route.cuh, dispatch.cuh, combine.cuh), so that one
-// persistent kernel can run them too.
+// What runs before a direction's grid: the three kernels of route, and the writer of tensor-map
+// tables. The order of the stream is all the synchronisation there is.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -11,16 +7,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "combine.cuh"
-#include "dispatch.cuh"
 #include "ptx.cuh"
 #include "route.cuh"
 
 namespace mok {
 namespace {
-
-constexpr int kTokenThreads = 128;
-static_assert(kMaxChoices <= kTokenThreads, "a thread for each choice");
 
 __global__ void __launch_bounds__(kRouteThreads)
     route_count(const __grid_constant__ RouteArguments a) {
@@ -46,18 +37,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   if (first < a.chunks) place_chunk(a, first, start, words + (warp + 1) * columns);
   for (int expert = first; expert < a.experts; expert += warps) place_padding(a, expert, start);
   if (blockIdx.x == 0) place_split(a, start);
-}
-
-__global__ void __launch_bounds__(kTokenThreads)
-    dispatch_tokens(const __grid_constant__ DispatchArguments a) {
-  __shared__ int32_t rows[kMaxChoices], listed;
-  dispatch_token(a, blockIdx.y, blockIdx.x, rows, listed);
-}
-
-__global__ void __launch_bounds__(kTokenThreads)
-    combine_tokens(const __grid_constant__ CombineArguments a) {
-  __shared__ int32_t rows[kMaxChoices], listed;
-  combine_token(a, blockIdx.x, rows, listed);
 }
 
 struct alignas(128) TableRecord {
@@ -115,21 +94,6 @@ void launch_route(const RouteArguments& a) {
 }
 static_assert((kRouteWarps + 1) * (kMaxExperts + 1) * sizeof(int32_t) <= 48 * 1024,
               "no opt-in to more shared memory");
-
-void launch_dispatch(const DispatchArguments& a) {
-  if (a.token_count == 0) return;
-  dispatch_tokens<<<dim3(a.token_count, a.sources),
-                    kTokenThreads,
-                    0,
-                    static_cast<cudaStream_t>(a.stream)>>>(a);
-  check(cudaGetLastError(), "launch of dispatch_tokens");
-}
-
-void launch_combine(const CombineArguments& a) {
-  if (a.tokens == 0) return;
-  combine_tokens<<<a.tokens, kTokenThreads, 0, static_cast<cudaStream_t>(a.stream)>>>(a);
-  check(cudaGetLastError(), "launch of combine_tokens");
-}
 
 void launch_write_table(const void* host_records, int count, void* table, void* stream) {
   const auto* const records = static_cast<const TableRecord*>(host_records);

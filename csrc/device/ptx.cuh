@@ -1,5 +1,6 @@
 // Assembly that holds from sm_90 on: mbarriers, proxies, named barriers, bulk groups, shared-memory
-// matrices, fast special functions. Every wait goes through `wait`, which has a deadline and a tag.
+// matrices, fast special functions. Every wait goes through `wait` or `wait_count`, which have a
+// deadline and a tag.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -93,9 +94,55 @@ __device__ __forceinline__ void release_tensor_maps() {
   asm volatile("fence.proxy.tensormap::generic.release.gpu;" ::: "memory");
 }
 
+// What this thread has seen other threads write is about to be read by its bulk copies.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// ---- counters between CTAs
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* word) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+// What this thread has written or seen written is in memory before the count grows.
+__device__ __forceinline__ void add_release(int32_t* word, int32_t amount) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(word), "r"(amount) : "memory");
+}
+
+// Waits until the word is at least `wanted`.
+__device__ __forceinline__ void wait_count(const int32_t* word, int32_t wanted, Fault* fault,
+                                           Tag tag) {
+  if (load_acquire(word) >= wanted) return;
+  const long long began = clock64();
+  for (;;) {
+    const int32_t seen = load_acquire(word);
+    if (seen >= wanted) return;
+    if (clock64() - began > kDeadlineCycles) fail(fault, tag, static_cast<uint32_t>(seen));
+  }
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
+}
+
+// Loads of what this grid writes: never through the read-only path.
+__device__ __forceinline__ uint4 load_written(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_written(const float2* from) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+  return v;
+}
+
 enum class NamedBarrier : int {
   kSetUp = 0,   // __syncthreads
-  kZeroed = 1,  // + warpgroup, or 1 for both: the last rows of a stage have been zeroed
+  kZeroed = 1,  // + warpgroup: the last rows of a stage have been zeroed
 };
 
 __device__ __forceinline__ void named_sync(NamedBarrier name, int offset, int threads) {
@@ -112,8 +159,9 @@ __device__ __forceinline__ void
 bulk_wait_read() {  // all but PENDING groups have left shared memory
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+template <int PENDING>
+__device__ __forceinline__ void bulk_wait() {  // all but PENDING groups have arrived in memory
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- shared memory

@@ -180,19 +180,4 @@ __device__ __forceinline__ void place_split(const RouteArguments& a, const int32
   }
 }
 
-// A warp lists a token's rows in slot order, empty slots left out; returns how many.
-__device__ __forceinline__ int list_rows(const int32_t* row_TK, int token, int choices,
-                                         int32_t* rows) {
-  const int lane = threadIdx.x % 32;
-  int listed = 0;
-  for (int base = 0; base < choices; base += 32) {
-    const int choice = base + lane;
-    const int row = choice < choices ? row_TK[static_cast<int64_t>(token) * choices + choice] : -1;
-    const uint32_t routed = __ballot_sync(~0u, row >= 0);
-    if (row >= 0) rows[listed + __popc(routed & ((1u << lane) - 1))] = row;
-    listed += __popc(routed);
-  }
-  return listed;
-}
-
 }  // namespace mok

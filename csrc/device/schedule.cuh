@@ -36,13 +36,16 @@ struct alignas(16) Tile {
   int32_t row;     // first row: of the tile, or of the expert
   int32_t rows;    // valid rows from there: at most 128, or the expert's count
   int32_t depth;   // K steps of kDepthTile
-  int32_t fault;   // the rows it names are outside the contract
-  int32_t unused;
+  int16_t fault;   // the rows it names are outside the contract
+  int16_t idle;    // nothing to do
+  int32_t pass;    // which of a kernel's passes
 
   MOK_HOST_DEVICE bool last() const { return expert < 0; }
+  // A place in the order without work: a gradient to which no row adds.
+  MOK_HOST_DEVICE bool nothing() const { return idle != 0; }
 };
 
-MOK_HOST_DEVICE Tile no_tile() { return Tile{-1, 0, 0, 0, 0, 0, 0, 0}; }
+MOK_HOST_DEVICE Tile no_tile() { return Tile{-1, 0, 0, 0, 0, 0, 0, 0, 0}; }
 
 // m and n of the i-th tile of a grid of m_tiles x n_tiles.
 MOK_HOST_DEVICE void place(int i, int m_tiles, int n_tiles, Tile& tile) {
@@ -61,7 +64,7 @@ struct RowTiles {
   int32_t depth;
 
   // Tickets below count() name the 128-row slices between the first and the last start; a slice
-  // without a valid row comes back with rows == 0 and is skipped.
+  // without a valid row comes back with rows == 0 and stores nothing.
   MOK_HOST_DEVICE int count() const {
     return rows.experts > 0 ? (rows.start[rows.experts] - rows.start[0]) / kRowTile * n_tiles : 0;
   }
@@ -109,7 +112,8 @@ struct WeightTiles {
     tile.expert = expert;
     tile.row = first;
     tile.rows = valid;
-    tile.depth = valid > 0 ? tiles_of(valid, kDepthTile) : keep_empty ? 1 : 0;
+    tile.depth = valid > 0 ? tiles_of(valid, kDepthTile) : 1;
+    tile.idle = valid <= 0 && !keep_empty;
     tile.fault = first % kRowTile != 0 || first < 0 || valid < 0 ||
                  static_cast<int64_t>(first) + valid > rows.capacity;
     place(ticket - expert * m_tiles * n_tiles, m_tiles, n_tiles, tile);

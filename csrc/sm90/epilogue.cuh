@@ -1,33 +1,34 @@
 // From accumulators to global memory, through a ring of units. A unit is kKinds boxes of 64 rows:
 // one for most epilogues, gate, up and activation for the gradient of SwiGLU.
 //
-// A tile's output is a fixed sequence of units, the same for every role and every tile: for each
-// column unit, for each of the two slabs of 64 rows. fetch brings old values into units that need
-// them (only in epilogues that read), multiply fills a unit, store sends it. Units outside the
-// problem pass through all hands empty. A slab with fewer than 64 valid rows is copied by multiply
-// itself, row by row: padding is never written.
+// A tile's output is a fixed sequence of units, the same for every role: for each column unit, for
+// each of the two slabs of 64 rows. fetch brings old values into units that need them (only in
+// kernels with a pass that reads), multiply fills a unit, store sends it. Units outside the problem
+// pass through all hands empty. A slab with fewer than 64 valid rows is copied row by row, by
+// store's lanes: padding is never written. (Not by multiply, whose code the unrolled units repeat:
+// it must stay in the instruction cache.)
 //
 // Every output element is written exactly once, by one thread's value: no atomics, no order.
 //
 // Parities: unit number i of the whole sequence is use i / kUnitSlots of slot i % kUnitSlots, for
-// all roles.
+// all roles; a tile of a pass has kUnitsPerTile of that pass, which all know from the tile.
 //
 // - unit_drained completes phase u when the copy engine has read use u (store arrives). Who fills
-//   use u waits for phase u - 1, parity (u & 1) ^ 1: fetch where the epilogue reads, else multiply.
-// - unit_ready (epilogues that read): fetch arrives once for each use, with or without bytes;
+//   use u waits for phase u - 1, parity (u & 1) ^ 1: fetch where the kernel reads, else multiply.
+// - unit_ready (kernels that read): fetch arrives once for each use, with or without bytes;
 //   multiply waits for phase u.
 // - unit_filled: four warps arrive once for each use; store waits for phase u.
-// - fill_turn[w] (alternate) completes phase c when the four warps of the other warpgroup have
-//   filled all units of their tile; waited for like products_turn. Without it a warpgroup that
-//   skips the other's units could wait for a phase two behind the one it needs, whose parity is the
-//   same, and pass. With it, who waits for use u has seen use u - 1 filled, which had itself waited
-//   for phase u - 2 of unit_drained and for phase u - 1 of unit_ready.
-//
-// Together, each warpgroup has every second unit and, the slots being even in number, slots of its
-// own and a store warp of its own: the two never wait for each other.
+// - fill_turn[w] completes phase c when the four warps of the other warpgroup have filled all units
+//   of their tile; waited for like products_turn. Without it a warpgroup that skips the other's
+//   units could wait for a phase two behind the one it needs, whose parity is the same, and pass.
+//   With it, who waits for use u has seen use u - 1 filled, which had itself waited for phase u - 2
+//   of unit_drained and for phase u - 1 of unit_ready.
 //
 // store lets kLag units be under way before it frees the oldest. Whoever waits for a slot waits for
 // the unit kUnitSlots before it, which store has taken or will take: kLag < kUnitSlots.
+//
+// Where other CTAs wait for a tile, store announces it: once all its copies are complete, and
+// before store waits for anything that may take long, so that no cycle of waits can close.
 #pragma once
 
 #include "mainloop.cuh"
@@ -84,16 +85,19 @@ __device__ __forceinline__ void write_bf16(const WarpBox<WIDTH>& box, const floa
 
 // ---- epilogues
 //
-// A unit is
-// kKinds boxes of 64 rows by kWidth columns. live(): does a unit hold any column of the problem.
-// write(): a warp fills its 16 rows of the unit at that address; `row` is this lane's first row,
-// counted in the buffer, the other is row + 8. send() and bring() move a whole unit; place() is
-// where a box of it goes, row by row.
+// A unit is kKinds boxes of 64 rows by kWidth columns. live(): does a unit hold any column of the
+// problem. write(): a warp fills its 16 rows of the unit at that address; `row` is this lane's
+// first row, counted in the buffer, the other is row + 8. send() and bring() move a whole unit;
+// place() is where a box of it goes, row by row.
 
-template <class T>
+__device__ __forceinline__ float prob_of(const PassParameters& p, int row) {
+  return p.prob == nullptr ? 1.0f : p.prob[row];
+}
+
+template <class T, int WIDTH = 64>
 struct StoreRows {  // bf16 of the accumulators
-  static constexpr int kWidth = 64, kUnits = T::BLOCK_N / kWidth, kKinds = 1;
-  static constexpr int kUnitBytes = kBoxBytes;
+  static constexpr int kWidth = WIDTH, kUnits = T::BLOCK_N / kWidth, kKinds = 1;
+  static constexpr int kUnitBytes = kBoxRows * 2 * kWidth;
   static constexpr bool kReads = false, kSums = false;
   static __device__ __forceinline__ int column(const Tile& tile, int unit) {
     return tile.n * T::BLOCK_N + unit * kWidth;
@@ -152,7 +156,7 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
     const float* const up = gate + kHalf / 2;
     if (unit % 3 == 0) return write_bf16(to, gate);
     if (unit % 3 == 1) return write_bf16(to, up);
-    const float prob[2] = {p.prob[row], p.prob[row + 8]};
+    const float prob[2] = {prob_of(p, row), prob_of(p, row + 8)};
 #pragma unroll
     for (int q = 0; q < kWidth / 16; ++q) {
       uint32_t a[4];
@@ -204,7 +208,7 @@ struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradi
                                                uint32_t at, int warp, int lane, int row,
                                                float (&part)[2]) {
     const WarpBox<kWidth> gate(at, warp, lane);
-    const float prob[2] = {p.prob[row], p.prob[row + 8]};
+    const float prob[2] = {prob_of(p, row), prob_of(p, row + 8)};
     part[0] = part[1] = 0.0f;
 #pragma unroll
     for (int c = 0; c < kWidth / 8; ++c)
@@ -222,7 +226,7 @@ struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradi
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = warp * 16 + (lane >> 2) + 8 * i;
-      if ((lane & 3) == 0 && row < rows) {
+      if (p.parts != nullptr && (lane & 3) == 0 && row < rows) {
         p.parts[static_cast<int64_t>(first + row) * (p.columns / kWidth) +
                 column(tile, unit) / kWidth] = part[i];
       }
@@ -272,13 +276,13 @@ struct WriteGradient {  // into the expert's own matrix, added to the old value 
   template <class P>
   static __device__ __forceinline__ void send(const P& p, const Tile& tile, int unit, uint32_t at,
                                               int row) {
-    store_boxes_once(at, p.table + tile.expert, 0, row, block(tile, unit), evict_first());
+    store_boxes_once(at, p.map(tile), 0, row, block(tile, unit), evict_first());
   }
   template <class P>
   static __device__ __forceinline__ void bring(const P& p, const Tile& tile, int unit, uint32_t to,
                                                int row, uint64_t& ready) {
     arrive_expect(ready, kUnitBytes);
-    load_boxes_once(to, p.table + tile.expert, ready, 0, row, block(tile, unit), evict_first());
+    load_boxes_once(to, p.map(tile), ready, 0, row, block(tile, unit), evict_first());
   }
   template <class P>
   static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int unit,
@@ -343,81 +347,67 @@ __device__ __forceinline__ int first_output_row(const Tile& tile, int slab) {
   return (kOverRows<G::kProduct> ? tile.m * BLOCK_M : tile.row) + slab * kSlab;
 }
 
-// A warp copies the valid ones of its 16 rows from a box.
+// A warp copies the valid rows of a box.
 template <int WIDTH>
-__device__ __forceinline__ void copy_rows(uint32_t box, const Place& place, int first, int rows,
-                                          int warp, int lane) {
+__device__ __forceinline__ void copy_rows(uint32_t box, const Place& place, int first, int rows) {
   constexpr int kPieces = WIDTH / 8;  // of a row
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kPieces / 2; ++i) {
-    const int r = warp * 16 + i * (32 / kPieces) + lane / kPieces, piece = lane % kPieces;
-    if (r < rows) {
-      const int swizzle = WIDTH == 64 ? r & 7 : r >> 1 & 3;
-      const uint4 v = load_shared_16(box + r * 2 * WIDTH + ((piece ^ swizzle) << 4));
-      *reinterpret_cast<uint4*>(place.base + (first + r) * place.stride + place.column +
-                                piece * 8) = v;
-    }
+  const int lane = threadIdx.x % 32, piece = lane % kPieces;
+  __nv_bfloat16* const to = place.base + place.column + piece * 8;
+  for (int r = lane / kPieces; r < rows; r += 32 / kPieces) {
+    const int swizzle = WIDTH == 64 ? r & 7 : r >> 1 & 3;
+    const uint4 v = load_shared_16(box + r * 2 * WIDTH + ((piece ^ swizzle) << 4));
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(first + r) * place.stride) = v;
   }
 }
 
-template <class G>
+template <class K>
 struct Filler {  // multiply's part
-  using T = typename G::Tiling;
-  using E = typename G::Epilogue;
-  const typename G::Parameters& p;
-  typename G::Storage& storage;
+  typename K::Storage& storage;
+  Fault* fault;
   const int warpgroup, warp, lane;  // warp: of four
-  Ring<G::Storage::kUnitSlots> ring{};
+  Ring<K::Storage::kUnitSlots> ring{};
 
-  __device__ __forceinline__ Filler(const typename G::Parameters& p_, typename G::Storage& storage_,
-                                    int warpgroup_, int warp_, int lane_)
-      : p(p_), storage(storage_), warpgroup(warpgroup_), warp(warp_), lane(lane_) {
-    if (!T::kAlternate) ring.advance(warpgroup);  // every second unit is the other warpgroup's
+  template <class G>
+  __device__ __forceinline__ void skip() {
+    ring.advance(kUnitsPerTile<G>);
   }
 
-  __device__ __forceinline__ void skip() { ring.advance(kUnitsPerTile<G>); }
+  __device__ __forceinline__ void await_turn(uint32_t turn) {
+    wait(storage.fill_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), fault, Tag::kFillTurn);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
+  }
 
-  template <class Accumulators>
-  __device__ __forceinline__ void run(const Tile& tile, uint32_t turn, const Accumulators& d) {
-    if constexpr (T::kAlternate) {
-      wait(storage.fill_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), p.fault, Tag::kFillTurn);
-    }
+  template <class G, class Accumulators>
+  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
+                                      const Accumulators& d) {
+    await_turn(turn);
 #pragma unroll
-    for (int unit = 0; unit < E::kUnits; ++unit) {
+    for (int unit = 0; unit < G::Epilogue::kUnits; ++unit) {
 #pragma unroll
-      for (int i = 0; i < T::kSlabs; ++i) {
-        fill(tile, d[i], unit, T::kAlternate ? i : warpgroup);
-        ring.advance(2 / T::kSlabs);
+      for (int slab = 0; slab < 2; ++slab) {
+        fill<G>(p, tile, d[slab], unit, slab);
+        ring.advance();
       }
     }
-    if constexpr (T::kAlternate) {
-      if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
-    }
+    pass_turn();
   }
 
-  __device__ __forceinline__ void fill(const Tile& tile, const float* d, int unit, int slab) {
+  template <class G>
+  __device__ __forceinline__ void fill(const PassParameters& p, const Tile& tile, const float* d,
+                                       int unit, int slab) {
+    using E = typename G::Epilogue;
     const int rows = slab_rows<G>(p, tile, slab), first = first_output_row<G>(tile, slab);
-    if constexpr (E::kReads) {
-      wait(storage.unit_ready[ring.slot()], ring.phase(), p.fault, Tag::kMultiplyUnit);
+    if constexpr (K::kReads) {
+      wait(storage.unit_ready[ring.slot()], ring.phase(), fault, Tag::kMultiplyUnit);
     } else {
-      wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kMultiplyUnit);
+      wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, fault, Tag::kMultiplyUnit);
     }
     const uint32_t at = shared_address(storage.unit[ring.slot()]);
     float part[2];  // sums over a row, of epilogues that have them
     if (rows > 0 && E::live(p, tile, unit)) {
       E::write(p, tile, d, unit, at, warp, lane, first + warp * 16 + (lane >> 2), part);
-      if constexpr (!kOverRows<G::kProduct>) {
-#pragma unroll
-        for (int kind = 0; kind < E::kKinds && rows < kSlab; ++kind) {
-          copy_rows<E::kWidth>(at + kind * (E::kUnitBytes / E::kKinds),
-                               E::place(p, tile, unit, kind),
-                               first,
-                               rows,
-                               warp,
-                               lane);
-        }
-      }
     }
     fence_async_shared();
     __syncwarp();
@@ -431,66 +421,109 @@ struct Filler {  // multiply's part
   }
 };
 
-template <class G>
-__device__ __forceinline__ void fetch(const typename G::Parameters& p,
-                                      typename G::Storage& storage) {
-  using E = typename G::Epilogue;
-  TileReader<G, false> tiles{storage, p.fault};
-  Ring<G::Storage::kUnitSlots> ring;
+template <class K>
+__device__ __forceinline__ void fetch(const typename K::Parameters& p,
+                                      typename K::Storage& storage) {
+  TileReader<K, false> tiles{storage, p.fault};
+  Ring<K::Storage::kUnitSlots> ring;
   for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next()) {
-    for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
-      const int slab = i % 2, unit = i / 2;
-      wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kFetchUnit);
-      uint64_t& ready = storage.unit_ready[ring.slot()];
-      if (E::live(p, tile, unit) && slab_rows<G>(p, tile, slab) > 0) {
-        E::bring(p,
-                 tile,
-                 unit,
-                 shared_address(storage.unit[ring.slot()]),
-                 first_output_row<G>(tile, slab),
-                 ready);
-      } else {
+    if (tile.depth == 0) continue;
+    K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
+      using G = decltype(g);
+      using E = typename G::Epilogue;
+      for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
+        const int slab = i % 2, unit = i / 2;
+        wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kFetchUnit);
+        uint64_t& ready = storage.unit_ready[ring.slot()];
+        if constexpr (E::kReads) {
+          if (E::live(q, tile, unit) && slab_rows<G>(q, tile, slab) > 0) {
+            E::bring(q,
+                     tile,
+                     unit,
+                     shared_address(storage.unit[ring.slot()]),
+                     first_output_row<G>(tile, slab),
+                     ready);
+            continue;
+          }
+        }
         arrive(ready);
       }
-    }
+    });
   }
 }
 
-// `first`: of kStorers warps that share the units in turn.
-template <class G>
-__device__ __forceinline__ void store(const typename G::Parameters& p, typename G::Storage& storage,
-                                      int first) {
-  using E = typename G::Epilogue;
-  constexpr int kSlots = G::Storage::kUnitSlots / G::kStorers;
-  constexpr int kFew = E::kReads && kSlots < 3 ? 0 : 1, kLag = kSlots < 8 ? kFew : 3;
+template <class K>
+struct Store {  // a warp; lane 0 has the copies of whole slabs
+  static constexpr int kSlots = K::Storage::kUnitSlots;
+  static constexpr int kFew = K::kReads && kSlots < 3 ? 0 : 1, kLag = kSlots < 8 ? kFew : 3;
   static_assert(kLag < kSlots, "multiply would wait for a unit that store holds");
-  TileReader<G, false> tiles{storage, p.fault};
-  Ring<G::Storage::kUnitSlots> ring, oldest;
-  ring.advance(first);
-  oldest.advance(first);
+
+  const typename K::Parameters& p;
+  typename K::Storage& storage;
+  Ring<kSlots> ring{}, oldest{};
   int under_way = 0;
-  for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next()) {
-    for (int i = first; i < kUnitsPerTile<G>; i += G::kStorers, ring.advance(G::kStorers)) {
+  bool owed = false;  // `sent` is not announced yet
+  Tile sent{};
+
+  static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
+
+  __device__ __forceinline__ void run() {
+    TileReader<K, true> tiles{storage, p.fault};
+    for (;;) {
+      if (owed && !__any_sync(~0u, tiles.ready())) settle<0>();
+      const Tile tile = tiles.next();
+      if (tile.last()) break;
+      if (tile.depth == 0) continue;
+      K::with_pass(p, tile, [&](auto g, const PassParameters& q) { send<decltype(g)>(q, tile); });
+      if constexpr (K::kAnnounces) {
+        sent = tile;
+        owed = true;
+      }
+    }
+    if (owed) settle<0>();
+    bulk_wait<0>();
+  }
+
+  template <int PENDING>
+  __device__ __forceinline__ void settle() {
+    bulk_wait<PENDING>();
+    __syncwarp();  // rows that other lanes have copied
+    if (leads()) K::announce(p, sent);
+    owed = false;
+  }
+
+  template <class G>
+  __device__ __forceinline__ void send(const PassParameters& q, const Tile& tile) {
+    using E = typename G::Epilogue;
+    for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
       const int slab = i % 2, unit = i / 2;
+      if (owed && !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
+        settle<0>();
+      }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
-      if (E::live(p, tile, unit) && slab_rows<G>(p, tile, slab) == kSlab) {
-        E::send(p,
-                tile,
-                unit,
-                shared_address(storage.unit[ring.slot()]),
-                first_output_row<G>(tile, slab));
+      const uint32_t at = shared_address(storage.unit[ring.slot()]);
+      const int rows = E::live(q, tile, unit) ? slab_rows<G>(q, tile, slab) : 0;
+      const int first = first_output_row<G>(tile, slab);
+      if (rows == kSlab) {
+        if (leads()) E::send(q, tile, unit, at, first);
+      } else if constexpr (!kOverRows<G::kProduct>) {
+        for (int kind = 0; kind < E::kKinds && rows > 0; ++kind) {
+          copy_rows<E::kWidth>(
+              at + kind * (E::kUnitBytes / E::kKinds), E::place(q, tile, unit, kind), first, rows);
+        }
       }
       bulk_commit();
+      if (owed) settle<1>();
+      __syncwarp();
       if (under_way < kLag) {
         ++under_way;
         continue;
       }
       bulk_wait_read<kLag>();
-      arrive(storage.unit_drained[oldest.slot()]);
-      oldest.advance(G::kStorers);
+      if (leads()) arrive(storage.unit_drained[oldest.slot()]);
+      oldest.advance();
     }
   }
-  bulk_wait();
-}
+};
 
 }  // namespace mok::sm90

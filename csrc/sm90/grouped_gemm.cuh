@@ -1,59 +1,81 @@
-// The grouped product as one persistent kernel, for tests and benchmarks of the parts; the forward
-// and backward kernels put the same loader, multiplier, filler, fetch and store around a schedule
-// of several phases.
+// The persistent kernel around a kernel description K (mainloop.cuh): set-up, and who does what.
+//
+//   warp 0      load     one thread: tickets, waits for inputs, operand copies
+//   warp 1      fetch    one thread, in kernels with a pass that reads; else side work
+//   warp 2      store    whole warp: copies out, announcements
+//   warp 3      side     whole warp: moves rows (direction.cuh)
+//   warps 4-11  multiply: two warpgroups, a tile each in turn, products and epilogue
+//
+// GroupedGemm is one pass over its own schedule: for tests and benchmarks of the parts, and for
+// weight gradients that the backward kernel leaves out.
 #pragma once
 
 #include "epilogue.cuh"
 
 namespace mok::sm90 {
 
-// One argument for every pass; what a pass does not use stays empty.
-template <class Schedule>
-struct KernelParameters {
-  CUtensorMap a, b;          // b: the second operand of a weight gradient, or where fetch reads
-  CUtensorMap out, second;   // boxes that leave
-  const CUtensorMap* table;  // one map an expert: its weight, or its gradient
-  TableHeader header;        // what the table must say
-  Schedule schedule;
-  int32_t columns;      // N; F where a tile holds gate and up
-  int32_t output_rows;  // M of a weight gradient
-  __nv_bfloat16 *out_rows, *second_rows;
-  const float* prob;
-  float* parts;
-  uint32_t* tickets;
-  Fault* fault;
-};
-
-template <Product PRODUCT, bool GATED, class TILING, class EPILOGUE>
-struct GroupedGemm {
+template <Product PRODUCT, bool GATED, class EPILOGUE>
+struct Pass {
   static constexpr Product kProduct = PRODUCT;
   static constexpr bool kGated = GATED;
-  using Tiling = TILING;
   using Epilogue = EPILOGUE;
-  using Schedule = std::conditional_t<kOverRows<PRODUCT>, WeightTiles, RowTiles>;
-  using Parameters = KernelParameters<Schedule>;
-  using Storage = sm90::Storage<TILING, EPILOGUE::kUnitBytes>;
-  static constexpr int kStorers =
-      TILING::kAlternate ? 1 : 2;  // warps; two take every second unit each
-  static constexpr int kTileReaders = 8 + kStorers + (EPILOGUE::kReads ? 1 : 0);
-  static_assert(TILING::kAlternate || Storage::kUnitSlots % 2 == 0,
-                "a slot that both warpgroups use in turn breaks the argument for unit_ready");
-  static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
 };
 
-template <class G>
-__device__ __forceinline__ void set_up(typename G::Storage& s) {
-  using T = typename G::Tiling;
+template <class G, class TILING>
+struct GroupedGemm {
+  using Tiling = TILING;
+  using Schedule = std::conditional_t<kOverRows<G::kProduct>, WeightTiles, RowTiles>;
+  using Storage = sm90::Storage<TILING, G::Epilogue::kUnitBytes>;
+  static constexpr bool kReads = G::Epilogue::kReads, kAnnounces = false;
+  static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
+
+  struct Parameters {
+    PassParameters pass;
+    Schedule schedule;
+    uint32_t* tickets;
+    Fault* fault;
+  };
+
+  struct Tickets {
+    const Parameters& p;
+    __device__ __forceinline__ int count() const { return p.schedule.count(); }
+    __device__ __forceinline__ int take() { return static_cast<int>(atomicAdd(p.tickets, 1u)); }
+    __device__ __forceinline__ Tile at(int ticket) const { return p.schedule.at(ticket); }
+    __device__ __forceinline__ void leave() {
+      if (atomicAdd(p.tickets + 1, 1u) == gridDim.x - 1) {  // all have taken a ticket too many
+        p.tickets[0] = 0;
+        p.tickets[1] = 0;
+      }
+    }
+  };
+
+  template <class F>
+  static __device__ __forceinline__ void with_pass(const Parameters& p, const Tile&, F&& f) {
+    f(G{}, p.pass);
+  }
+  static __device__ __forceinline__ void check(const Parameters& p) {
+    check_table(p.pass, p.fault);
+  }
+  static __device__ __forceinline__ Input input(const Parameters&, const Tile&) { return {}; }
+  static __device__ __forceinline__ void announce(const Parameters&, const Tile&) {}
+  static __device__ __forceinline__ void side_work(const Parameters&) {}
+  static __device__ __forceinline__ void after(const Parameters&, const Tile&, int) {}
+  static __device__ __forceinline__ void no_product(const Parameters&, const Tile&) {}
+};
+
+template <class K>
+__device__ __forceinline__ void set_up(typename K::Storage& s) {
+  using T = typename K::Tiling;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kTileSlots; ++i) {
       barrier_init(s.tile_full[i], 1);
-      barrier_init(s.tile_empty[i], G::kTileReaders);
+      barrier_init(s.tile_empty[i], 8 + 1 + (K::kReads ? 1 : 0));  // multiply's warps, store, fetch
     }
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(s.stage_full[i], 1);
       barrier_init(s.stage_empty[i], T::kReaders);
     }
-    for (int i = 0; i < G::Storage::kUnitSlots; ++i) {
+    for (int i = 0; i < K::Storage::kUnitSlots; ++i) {
       barrier_init(s.unit_ready[i], 1);
       barrier_init(s.unit_filled[i], 4);
       barrier_init(s.unit_drained[i], 1);
@@ -67,48 +89,59 @@ __device__ __forceinline__ void set_up(typename G::Storage& s) {
   __syncthreads();
 }
 
-template <class G>
-__device__ __forceinline__ void multiply(const typename G::Parameters& p,
-                                         typename G::Storage& storage, int warpgroup) {
-  using T = typename G::Tiling;
+template <class K>
+__device__ __forceinline__ void multiply(const typename K::Parameters& p,
+                                         typename K::Storage& storage, int warpgroup) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
-  TileReader<G, true> tiles{storage, p.fault};
-  Multiplier<G> products{p, storage, warpgroup, lane};
-  Filler<G> epilogue(p, storage, warpgroup, warp, lane);
+  TileReader<K, true> tiles{storage, p.fault};
+  Multiplier<K> products{storage, p.fault, warpgroup, lane};
+  Filler<K> epilogue{storage, p.fault, warpgroup, warp, lane};
   uint32_t count = 0;
-  for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next(), ++count) {
-    if (T::kAlternate && count % 2 != warpgroup) {
-      products.skip(tile);
-      epilogue.skip();
-      continue;
-    }
-    typename Multiplier<G>::Accumulators d;
-    products.run(tile, count / 2, d);
-    epilogue.run(tile, count / 2, d);
+  typename Multiplier<K>::Accumulators d;  // one for all passes: two would not fit
+  Tile tile = tiles.next();
+  for (; !tile.last() && tile.depth > 0; tile = tiles.next(), ++count) {
+    K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
+      using G = decltype(g);
+      if (count % 2 != static_cast<uint32_t>(warpgroup)) {
+        products.skip(tile);
+        epilogue.template skip<G>();
+        return;
+      }
+      products.template run<G>(q, tile, count / 2, d);
+      epilogue.template run<G>(q, tile, count / 2, d);
+      K::after(p, tile, lane);
+    });
+  }
+  // Tiles without products come last; nobody waits for a turn any more.
+  for (; !tile.last(); tile = tiles.next(), ++count) {
+    if (count % 2 == static_cast<uint32_t>(warpgroup)) K::no_product(p, tile);
   }
 }
 
-template <class G>
+template <class K>
 __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm(const __grid_constant__ typename G::Parameters p) {
-  using T = typename G::Tiling;
+    grouped_gemm(const __grid_constant__ typename K::Parameters p) {
+  using T = typename K::Tiling;
   extern __shared__ __align__(1024) uint8_t shared[];
-  auto& storage = *reinterpret_cast<typename G::Storage*>(shared);
+  auto& storage = *reinterpret_cast<typename K::Storage*>(shared);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  set_up<G>(storage);
+  set_up<K>(storage);
 
   if (warp < 4) {
     give_registers<T::kLoadRegisters>();
-    if (threadIdx.x % 32 == 0) {
-      if (warp == 0) Loader<G>{p, storage}.run();
-      if constexpr (G::Epilogue::kReads) {
-        if (warp == 1) fetch<G>(p, storage);
-      }
-      if (warp >= 2 && warp < 2 + G::kStorers) store<G>(p, storage, warp - 2);
+    const bool one = threadIdx.x % 32 == 0;
+    if (warp == 0) {
+      if (one) Loader<K>{p, storage, typename K::Tickets{p}}.run();
+    } else if (warp == 1 && K::kReads) {
+      if (one) fetch<K>(p, storage);
+    } else if (warp == 2) {
+      Store<K>{p, storage}.run();
+    } else {
+      K::side_work(p);
     }
   } else {
     take_registers<T::kMultiplyRegisters>();
-    multiply<G>(p, storage, warp / 4 - 1);
+    multiply<K>(p, storage, warp / 4 - 1);
   }
 }
 

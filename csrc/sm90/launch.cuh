@@ -41,22 +41,23 @@ inline TableHeader table_header(const Matrix& x, OperandBox box) {
           .magic = 0x6d6f6b};
 }
 
-template <class G>
-typename G::Parameters parameters(const Rows& rows, const Launch& launch) {
-  typename G::Parameters p{};
+template <class K>
+typename K::Parameters parameters(const Rows& rows, const Launch& launch) {
+  typename K::Parameters p{};
   p.schedule.rows = rows;
+  p.pass.experts = rows.experts;
   p.tickets = launch.tickets;
   p.fault = fault_record();
   return p;
 }
 
-template <class G>
-void launch_kernel(const typename G::Parameters& p, const Launch& launch) {
-  constexpr int kBytes = sizeof(typename G::Storage);
-  check(cudaFuncSetAttribute(grouped_gemm<G>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+template <class K>
+void launch_kernel(const typename K::Parameters& p, const Launch& launch) {
+  constexpr int kBytes = sizeof(typename K::Storage);
+  check(cudaFuncSetAttribute(grouped_gemm<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "cudaFuncSetAttribute");
   const int ctas = launch.ctas > 0 ? launch.ctas : sm_count(launch.device);
-  grouped_gemm<G><<<ctas, kThreads, kBytes, static_cast<cudaStream_t>(launch.stream)>>>(p);
+  grouped_gemm<K><<<ctas, kThreads, kBytes, static_cast<cudaStream_t>(launch.stream)>>>(p);
   check(cudaGetLastError(), "launch of grouped_gemm");
 }
 

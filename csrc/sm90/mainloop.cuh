@@ -20,7 +20,7 @@
 //   waits for phase u - 1 before use u, parity (u & 1) ^ 1, which an unused barrier satisfies.
 // - tile_full and tile_empty: the same pair around a slot of the tile queue, with one arrival of
 //   load and one of each reading warp.
-// - products_turn[w] (alternate) completes phase c when the four warps of the other warpgroup have
+// - products_turn[w] completes phase c when the four warps of the other warpgroup have
 //   issued the products of their tile. Warpgroup 1 waits for phase c before its tile c; warpgroup 0
 //   for phase c - 1, as on an empty barrier. One is at most one phase ahead, because each waits for
 //   the other in between. It also carries the argument for stage_full across the turns: who waits
@@ -40,12 +40,59 @@ enum class Product {
 template <Product P>
 constexpr bool kOverRows = P == Product::kWeightGradient;
 
+// A kernel K has Tiling, Storage, Parameters with `fault`, and tells the roles apart by
+//   Tickets                 tickets -> tiles, and where they are counted
+//   with_pass(p, tile, f)   f(G{}, parameters of the tile's pass G)
+//   input(p, tile)          load: the count that says that what the tile reads has been written
+//   announce(p, tile)       store: what the tile writes is in memory
+// and a pass G its product, whether a tile holds gate and up of a column, and its Epilogue.
+
+// What a pass needs; what one does not use stays empty.
+struct PassParameters {
+  CUtensorMap a, b;          // b: the second operand of a weight gradient, or where fetch reads
+  CUtensorMap out, second;   // boxes that leave
+  const CUtensorMap* table;  // one map an expert: its weight, or its gradient
+  TableHeader header;        // what the table must say
+  int32_t first_expert;      // the table's first map is of that expert
+  int32_t experts;           // maps
+  int32_t columns;           // N; F where a tile holds gate and up
+  int32_t output_rows;       // M of a weight gradient
+  __nv_bfloat16 *out_rows, *second_rows;
+  const float* prob;  // null: 1
+  float* parts;       // null: not wanted
+
+  __device__ __forceinline__ const CUtensorMap* map(const Tile& tile) const {
+    return table + (tile.expert - first_expert);
+  }
+};
+
+struct Input {  // of a tile: a count between CTAs to wait for; no word, no wait
+  const int32_t* word = nullptr;
+  int32_t count = 0;
+  Tag tag = Tag::kNone;
+};
+
+// The table says what its maps describe; a wrong one would load boxes that nobody waits for.
+__device__ __forceinline__ void check_table(const PassParameters& p, Fault* fault) {
+  if (p.table == nullptr) return;
+  const TableHeader& h = *reinterpret_cast<const TableHeader*>(p.table + p.experts);
+  const TableHeader& wanted = p.header;
+  if (h.magic != wanted.magic || h.rows != wanted.rows || h.columns != wanted.columns ||
+      h.fp32 != wanted.fp32 || h.box_rows != wanted.box_rows || h.box_blocks != wanted.box_blocks) {
+    fail(fault, Tag::kWrongTable, h.rows);
+  }
+}
+
 // The tile queue's reading end. A whole warp reads, or one thread of it.
-template <class G, bool WHOLE_WARP>
+template <class K, bool WHOLE_WARP>
 struct TileReader {
-  typename G::Storage& storage;
+  typename K::Storage& storage;
   Fault* fault;
   Ring<kTileSlots> ring{};
+
+  __device__ __forceinline__ bool ready() const {
+    return completed(storage.tile_full[ring.slot()], ring.phase());
+  }
 
   __device__ __forceinline__ Tile next() {
     wait(storage.tile_full[ring.slot()], ring.phase(), fault, Tag::kNextTile);
@@ -59,55 +106,77 @@ struct TileReader {
 
 // Valid rows, 0 to 64, of a slab of a tile's output.
 template <class G>
-__device__ __forceinline__ int slab_rows(const typename G::Parameters& p, const Tile& tile,
-                                         int slab) {
+__device__ __forceinline__ int slab_rows(const PassParameters& p, const Tile& tile, int slab) {
   const int rows = kOverRows<G::kProduct> ? p.output_rows - tile.m * BLOCK_M : tile.rows;
   return min(max(rows - slab * kSlab, 0), kSlab);
 }
 
 // ---- load: one thread
 
-template <class G>
+template <class K>
 struct Loader {
-  using T = typename G::Tiling;
-  const typename G::Parameters& p;
-  typename G::Storage& storage;
+  using T = typename K::Tiling;
+  const typename K::Parameters& p;
+  typename K::Storage& storage;
+  typename K::Tickets tickets;
   Ring<kTileSlots> tile_ring{};
   Ring<T::kStages> stage_ring{};
+  int end = 0, expert = -1, pass = -1;
+
+  // The tile after the one that is being loaded; what it costs to know it is spread over the steps
+  // in which the ring of stages is full, so that nobody waits at the border between two tiles.
+  struct Next {
+    int ticket = 0;
+    Tile tile = no_tile();
+    Input input{};
+    bool ready = false;
+  };
 
   __device__ __forceinline__ void run() {
-    check_table();
-    const int tickets = p.schedule.count();
-    int ticket = take();
-    while (ticket < tickets) {
-      const Tile tile = p.schedule.at(ticket);
-      if (tile.fault) fail(p.fault, Tag::kRowsOutOfRange, tile.expert);
-      if (tile.depth == 0) {
-        ticket = take();
+    K::check(p);
+    end = tickets.count();
+    Next next;
+    next.ticket = tickets.take();
+    find(next);
+    while (!next.tile.last()) {
+      const Tile tile = next.tile;
+      publish(tile);
+      if (tile.depth == 0) {  // no product
+        next.ticket = tickets.take();
+        find(next);
         continue;
       }
-      publish(tile);
-      ticket = load(tile);
+      if (!next.ready) wait_count(next.input.word, next.input.count, p.fault, next.input.tag);
+      if (next.input.word != nullptr) fence_async();
+      K::with_pass(
+          p, tile, [&](auto g, const PassParameters& q) { load<decltype(g)>(q, tile, next); });
     }
     publish(no_tile());
-    if (atomicAdd(p.tickets + 1, 1u) == gridDim.x - 1) {  // everyone has taken a ticket too many
-      p.tickets[0] = 0;
-      p.tickets[1] = 0;
-    }
+    tickets.leave();
   }
 
-  // The table says what its maps describe; a wrong one would load boxes that nobody waits for.
-  __device__ __forceinline__ void check_table() {
-    const TableHeader& h = *reinterpret_cast<const TableHeader*>(p.table + p.schedule.rows.experts);
-    const TableHeader& wanted = p.header;
-    if (h.magic != wanted.magic || h.rows != wanted.rows || h.columns != wanted.columns ||
-        h.fp32 != wanted.fp32 || h.box_rows != wanted.box_rows ||
-        h.box_blocks != wanted.box_blocks) {
-      fail(p.fault, Tag::kWrongTable, h.rows);
+  // The tile of a ticket. fetch and store read its map after publish.
+  __device__ __forceinline__ void find(Next& next) {
+    next.tile = no_tile();
+    for (; next.ticket < end; next.ticket = tickets.take()) {
+      next.tile = tickets.at(next.ticket);
+      if (next.tile.fault) fail(p.fault, Tag::kRowsOutOfRange, next.tile.expert);
+      if (!next.tile.nothing()) break;
+      next.tile = no_tile();
     }
+    next.input = {};
+    next.ready = true;
+    if (next.tile.last() || next.tile.depth == 0) return;
+    K::with_pass(p, next.tile, [&](auto, const PassParameters& q) {
+      if (next.tile.expert != expert || next.tile.pass != pass) {
+        expert = next.tile.expert;
+        pass = next.tile.pass;
+        acquire_tensor_map(q.map(next.tile));
+      }
+    });
+    next.input = K::input(p, next.tile);
+    next.ready = next.input.word == nullptr;
   }
-
-  __device__ __forceinline__ int take() { return static_cast<int>(atomicAdd(p.tickets, 1u)); }
 
   __device__ __forceinline__ void publish(const Tile& tile) {
     wait(storage.tile_empty[tile_ring.slot()], tile_ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
@@ -116,14 +185,19 @@ struct Loader {
     tile_ring.advance();
   }
 
-  // Loads a tile's stages and takes the next ticket while the last of them are under way.
-  __device__ __forceinline__ int load(const Tile& tile) {
+  template <class G>
+  __device__ __forceinline__ void load(const PassParameters& q, const Tile& tile, Next& next) {
     constexpr int kHalves = G::kGated ? 2 : 1, kHalf = T::BLOCK_N / kHalves;
-    const CUtensorMap* const b_map = kOverRows<G::kProduct> ? &p.b : p.table + tile.expert;
+    const CUtensorMap* const b_map = kOverRows<G::kProduct> ? &q.b : q.map(tile);
     const int take_at = max(tile.depth - T::kStages, 0), column = tile.n * kHalf;
-    int ticket = 0;
     for (int step = 0; step < tile.depth; ++step) {
-      if (step == take_at) ticket = take();
+      if (step == take_at) {
+        next.ticket = tickets.take();
+      } else if (step == take_at + 1) {
+        find(next);
+      } else if (step > take_at + 1 && !next.ready) {
+        next.ready = load_acquire(next.input.word) >= next.input.count;
+      }
       const int slot = stage_ring.slot();
       wait(storage.stage_empty[slot], stage_ring.phase() ^ 1, p.fault, Tag::kLoadStage);
       uint64_t& full = storage.stage_full[slot];
@@ -131,73 +205,72 @@ struct Loader {
       const uint32_t a = shared_address(storage.stage[slot]), b = a + BLOCK_M * BLOCK_K * 2;
       if constexpr (kOverRows<G::kProduct>) {
         const int row = tile.row + step * BLOCK_K;
-        load_operand(a, &p.a, full, row, tile.m * (BLOCK_M / 64));
+        load_operand(a, &q.a, full, row, tile.m * (BLOCK_M / 64));
         load_operand(b, b_map, full, row, column / 64);
       } else {
-        load_operand(a, &p.a, full, tile.row, step);
+        load_operand(a, &q.a, full, tile.row, step);
         if constexpr (G::kProduct == Product::kInputGradient) {
           load_operand(b, b_map, full, step * BLOCK_K, column / 64);
         } else {
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
             load_operand(
-                b + half * kHalf * BLOCK_K * 2, b_map, full, half * p.columns + column, step);
+                b + half * kHalf * BLOCK_K * 2, b_map, full, half * q.columns + column, step);
           }
         }
       }
       stage_ring.advance();
     }
-    return ticket;
+    if (take_at + 1 >= tile.depth) find(next);
   }
 };
 
 // ---- multiply: a warpgroup
 
-template <class G>
+template <class K>
 struct Multiplier {
-  using T = typename G::Tiling;
-  static constexpr bool kMnA = kOverRows<G::kProduct>, kMnB = G::kProduct != Product::kForward;
+  using T = typename K::Tiling;
   using Accumulators = float[T::kSlabs][T::kAccumulators];
 
-  const typename G::Parameters& p;
-  typename G::Storage& storage;
+  typename K::Storage& storage;
+  Fault* fault;
   const int warpgroup;  // 0 or 1 of the two that multiply
   const int lane;
   Ring<T::kStages> ring{};
 
   __device__ __forceinline__ void skip(const Tile& tile) { ring.advance(tile.depth); }
 
+  // `turn`: how many tiles this warpgroup has had before.
+  __device__ __forceinline__ void await_turn(uint32_t turn) {
+    wait(storage.products_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), fault, Tag::kMultiplyTurn);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (lane == 0) arrive(storage.products_turn[warpgroup ^ 1]);
+  }
+
   // The tile's products into the accumulators. They are complete on return.
-  // `turn`: how many tiles this warpgroup has had before (alternate).
-  __device__ __forceinline__ void run(const Tile& tile, uint32_t turn, Accumulators& d) {
-    if constexpr (T::kAlternate) {
-      wait(storage.products_turn[warpgroup],
-           (turn & 1) ^ (warpgroup ^ 1),
-           p.fault,
-           Tag::kMultiplyTurn);
-    } else if (slab_rows<G>(p, tile, warpgroup) == 0) {
-      pass_by(tile);
-      return;
-    }
-    if constexpr (!T::kAlternate) {
-      products<1, T::BLOCK_N>(tile, d);
-    } else if (T::BLOCK_N > 128 && !G::kGated && p.columns - tile.n * T::BLOCK_N <= 128) {
-      products<2, 128>(tile, d);
+  template <class G>
+  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
+                                      Accumulators& d) {
+    await_turn(turn);
+    if (T::BLOCK_N > 128 && !G::kGated && p.columns - tile.n * T::BLOCK_N <= 128) {
+      products<G, 2, 128>(tile, d);
     } else if (!kOverRows<G::kProduct> && slab_rows<G>(p, tile, 1) == 0) {
-      products<1, T::BLOCK_N>(tile, d);
+      products<G, 1, T::BLOCK_N>(tile, d);
     } else {
-      products<2, T::BLOCK_N>(tile, d);
+      products<G, 2, T::BLOCK_N>(tile, d);
     }
   }
 
   // SLABS x COLUMNS: the part of the tile that holds anything.
-  template <int SLABS, int COLUMNS>
+  template <class G, int SLABS, int COLUMNS>
   __device__ __forceinline__ void products(const Tile& tile, Accumulators& d) {
+    constexpr bool kMnA = kOverRows<G::kProduct>, kMnB = G::kProduct != Product::kForward;
     int before = ring.slot();
     for (int step = 0; step < tile.depth; ++step) {
-      const int slot = await(tile, step);
+      const int slot = await<G>(tile, step);
       const uint32_t a = shared_address(storage.stage[slot]);
-      const uint64_t a_at = describe_operand<kMnA>(a + (T::kAlternate ? 0 : warpgroup * kBoxBytes));
+      const uint64_t a_at = describe_operand<kMnA>(a);
       const uint64_t b_at = describe_operand<kMnB>(a + BLOCK_M / 64 * kBoxBytes);
       products_fence();
 #pragma unroll
@@ -217,24 +290,18 @@ struct Multiplier {
       }
       before = slot;
     }
-    if constexpr (T::kAlternate) {
-      if (lane == 0) arrive(storage.products_turn[warpgroup ^ 1]);
-    }
+    pass_turn();
     products_wait<0>();
 #pragma unroll
     for (int i = 0; i < SLABS; ++i) pin(d[i]);
     release(before);
   }
 
-  // Nothing of this slab is valid: the stages are only given back.
-  __device__ __forceinline__ void pass_by(const Tile& tile) {
-    for (int step = 0; step < tile.depth; ++step) release(await(tile, step));
-  }
-
   // Waits for the next stage and, where the expert's rows end inside it, zeroes the rest.
+  template <class G>
   __device__ __forceinline__ int await(const Tile& tile, int step) {
     const int slot = ring.slot();
-    wait(storage.stage_full[slot], ring.phase(), p.fault, Tag::kMultiplyStage);
+    wait(storage.stage_full[slot], ring.phase(), fault, Tag::kMultiplyStage);
     ring.advance();
     if constexpr (kOverRows<G::kProduct>) {
       const int valid = tile.rows - step * BLOCK_K;
@@ -258,7 +325,7 @@ struct Multiplier {
       }
     }
     fence_async_shared();
-    named_sync(NamedBarrier::kZeroed, T::kAlternate ? warpgroup : 0, kGroupThreads);
+    named_sync(NamedBarrier::kZeroed, warpgroup, kGroupThreads);
   }
 };
 

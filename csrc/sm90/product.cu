@@ -11,17 +11,17 @@ void launch(const ProductArguments& x) {
   const Matrix weight = bf16(nullptr, forward ? x.columns : x.depth, forward ? x.depth : x.columns);
   with_tiling<ROLE>(x.launch.tiling, [&](auto tiling) {
     using T = decltype(tiling);
-    using G = GroupedGemm<kProduct, false, T, StoreRows<T>>;
-    auto p = parameters<G>(x.rows, x.launch);
-    p.a = encode_operand(bf16(x.a, x.rows.capacity, x.depth), {BLOCK_M, 1});
-    p.out = encode_boxes(bf16(x.out, x.rows.capacity, x.columns), 128);
-    p.table = static_cast<const CUtensorMap*>(x.weights);
-    p.header = table_header(weight, operand_box<ROLE, T>());
+    using K = GroupedGemm<Pass<kProduct, false, StoreRows<T>>, T>;
+    auto p = parameters<K>(x.rows, x.launch);
+    p.pass.a = encode_operand(bf16(x.a, x.rows.capacity, x.depth), {BLOCK_M, 1});
+    p.pass.out = encode_boxes(bf16(x.out, x.rows.capacity, x.columns), 128);
+    p.pass.table = static_cast<const CUtensorMap*>(x.weights);
+    p.pass.header = table_header(weight, operand_box<ROLE, T>());
     p.schedule.n_tiles = tiles_of(x.columns, T::BLOCK_N);
     p.schedule.depth = x.depth / BLOCK_K;
-    p.columns = x.columns;
-    p.out_rows = static_cast<__nv_bfloat16*>(x.out);
-    launch_kernel<G>(p, x.launch);
+    p.pass.columns = x.columns;
+    p.pass.out_rows = static_cast<__nv_bfloat16*>(x.out);
+    launch_kernel<K>(p, x.launch);
   });
 }
 

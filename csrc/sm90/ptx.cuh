@@ -17,6 +17,12 @@ namespace mok::sm90 {
 // rows: rows of 128 bytes, swizzled, block after block. An epilogue box is 64 rows of at most 128
 // bytes of a plain matrix.
 
+// A map in global memory that another kernel, or a replayed one, has written may still be in the
+// cache of maps with its old content.
+__device__ __forceinline__ void acquire_tensor_map(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
+
 constexpr int kBoxBytes = 8192;
 constexpr int kBoxRows = 64;
 
@@ -150,34 +156,6 @@ __device__ __forceinline__ void pin(float (&d)[COUNT]) {
 #define MOK_R16(i) MOK_R4(i), MOK_R4(i + 4), MOK_R4(i + 8), MOK_R4(i + 12)
 
 template <bool A_MN, bool B_MN, int COUNT>
-__device__ __forceinline__ void multiply_add_256(float (&d)[COUNT], uint64_t a, uint64_t b,
-                                                 uint32_t keep) {
-  static_assert(COUNT >= 128);
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-      "%127"
-      "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
-      : MOK_R16(0),
-        MOK_R16(16),
-        MOK_R16(32),
-        MOK_R16(48),
-        MOK_R16(64),
-        MOK_R16(80),
-        MOK_R16(96),
-        MOK_R16(112)
-      : "l"(a), "l"(b), "r"(keep), "n"(A_MN ? 1 : 0), "n"(B_MN ? 1 : 0));
-}
-
-template <bool A_MN, bool B_MN, int COUNT>
 __device__ __forceinline__ void multiply_add_192(float (&d)[COUNT], uint64_t a, uint64_t b,
                                                  uint32_t keep) {
   static_assert(COUNT >= 96);
@@ -214,8 +192,7 @@ __device__ __forceinline__ void multiply_add_128(float (&d)[COUNT], uint64_t a, 
 template <int COLUMNS, bool A_MN, bool B_MN, int COUNT>
 __device__ __forceinline__ void multiply_add(float (&d)[COUNT], uint64_t a, uint64_t b,
                                              uint32_t keep) {
-  static_assert(COLUMNS == 256 || COLUMNS == 192 || COLUMNS == 128);
-  if constexpr (COLUMNS == 256) multiply_add_256<A_MN, B_MN>(d, a, b, keep);
+  static_assert(COLUMNS == 192 || COLUMNS == 128);
   if constexpr (COLUMNS == 192) multiply_add_192<A_MN, B_MN>(d, a, b, keep);
   if constexpr (COLUMNS == 128) multiply_add_128<A_MN, B_MN>(d, a, b, keep);
 }

@@ -34,20 +34,20 @@ void launch_up(const UpArguments& x) {
   with_tiling<Role::kUp>(x.launch.tiling, [&](auto tiling) {
     using T = decltype(tiling);
     using E = SwiGlu<T>;
-    using G = GroupedGemm<Product::kForward, true, T, E>;
-    auto p = parameters<G>(x.rows, x.launch);
-    p.a = encode_operand(bf16(x.x, x.rows.capacity, x.hidden), {BLOCK_M, 1});
-    p.out = encode_boxes(bf16(x.gate_up, x.rows.capacity, 2 * x.width), 2 * E::kWidth);
-    p.second = encode_boxes(bf16(x.activation, x.rows.capacity, x.width), 2 * E::kWidth);
-    p.table = static_cast<const CUtensorMap*>(x.weights);
-    p.header = table_header(weight, operand_box<Role::kUp, T>());
+    using K = GroupedGemm<Pass<Product::kForward, true, E>, T>;
+    auto p = parameters<K>(x.rows, x.launch);
+    p.pass.a = encode_operand(bf16(x.x, x.rows.capacity, x.hidden), {BLOCK_M, 1});
+    p.pass.out = encode_boxes(bf16(x.gate_up, x.rows.capacity, 2 * x.width), 2 * E::kWidth);
+    p.pass.second = encode_boxes(bf16(x.activation, x.rows.capacity, x.width), 2 * E::kWidth);
+    p.pass.table = static_cast<const CUtensorMap*>(x.weights);
+    p.pass.header = table_header(weight, operand_box<Role::kUp, T>());
     p.schedule.n_tiles = tiles_of(x.width, T::BLOCK_N / 2);
     p.schedule.depth = x.hidden / BLOCK_K;
-    p.columns = x.width;
-    p.out_rows = static_cast<__nv_bfloat16*>(x.gate_up);
-    p.second_rows = static_cast<__nv_bfloat16*>(x.activation);
-    p.prob = x.prob;
-    launch_kernel<G>(p, x.launch);
+    p.pass.columns = x.width;
+    p.pass.out_rows = static_cast<__nv_bfloat16*>(x.gate_up);
+    p.pass.second_rows = static_cast<__nv_bfloat16*>(x.activation);
+    p.pass.prob = x.prob;
+    launch_kernel<K>(p, x.launch);
   });
 }
 
@@ -56,22 +56,22 @@ void launch_down_gradient(const DownGradientArguments& x) {
   with_tiling<Role::kDownGradient>(x.launch.tiling, [&](auto tiling) {
     using T = decltype(tiling);
     using E = SwiGluGradient<T>;
-    using G = GroupedGemm<Product::kInputGradient, false, T, E>;
-    auto p = parameters<G>(x.rows, x.launch);
-    p.a = encode_operand(bf16(x.dy, x.rows.capacity, x.hidden), {BLOCK_M, 1});
-    p.b = encode_gate_up(bf16(x.gate_up, x.rows.capacity, 2 * x.width), 2 * E::kWidth);
-    p.out = encode_gate_up(bf16(x.d_gate_up, x.rows.capacity, 2 * x.width), 2 * E::kWidth);
-    p.second = encode_boxes(bf16(x.activation, x.rows.capacity, x.width), 2 * E::kWidth);
-    p.table = static_cast<const CUtensorMap*>(x.weights);
-    p.header = table_header(weight, operand_box<Role::kDownGradient, T>());
+    using K = GroupedGemm<Pass<Product::kInputGradient, false, E>, T>;
+    auto p = parameters<K>(x.rows, x.launch);
+    p.pass.a = encode_operand(bf16(x.dy, x.rows.capacity, x.hidden), {BLOCK_M, 1});
+    p.pass.b = encode_gate_up(bf16(x.gate_up, x.rows.capacity, 2 * x.width), 2 * E::kWidth);
+    p.pass.out = encode_gate_up(bf16(x.d_gate_up, x.rows.capacity, 2 * x.width), 2 * E::kWidth);
+    p.pass.second = encode_boxes(bf16(x.activation, x.rows.capacity, x.width), 2 * E::kWidth);
+    p.pass.table = static_cast<const CUtensorMap*>(x.weights);
+    p.pass.header = table_header(weight, operand_box<Role::kDownGradient, T>());
     p.schedule.n_tiles = tiles_of(x.width, T::BLOCK_N);
     p.schedule.depth = x.hidden / BLOCK_K;
-    p.columns = x.width;
-    p.out_rows = static_cast<__nv_bfloat16*>(x.d_gate_up);
-    p.second_rows = static_cast<__nv_bfloat16*>(x.activation);
-    p.prob = x.prob;
-    p.parts = x.prob_parts;
-    launch_kernel<G>(p, x.launch);
+    p.pass.columns = x.width;
+    p.pass.out_rows = static_cast<__nv_bfloat16*>(x.d_gate_up);
+    p.pass.second_rows = static_cast<__nv_bfloat16*>(x.activation);
+    p.pass.prob = x.prob;
+    p.pass.parts = x.prob_parts;
+    launch_kernel<K>(p, x.launch);
   });
   constexpr int kRowsPerCta = 128;
   add_prob_parts<<<tiles_of(x.rows.capacity, kRowsPerCta),

@@ -1,12 +1,10 @@
 // Tiles, stages, boxes and registers of each class, and the storage they imply.
 //
-// Two ways to share the tensor cores between the two multiplying warpgroups:
-//
-// - together: both work on one tile, 64 rows each. Least shared-memory traffic for a product (128 x
-//   256 fills the 128 bytes a cycle exactly), but nobody multiplies while the epilogue runs.
-// - alternate: each owns a whole tile in turn; one multiplies while the other's epilogue runs. 128
-//   x 192 asks for 138 bytes a cycle, and the epilogue's traffic comes on top: 98 KB of fp32 read,
-//   added and written cost 3,000 cycles of a tile.
+// Each of the two multiplying warpgroups owns a whole tile in turn: one multiplies while the
+// other's epilogue runs. 128 x 192 asks for 138 bytes of shared memory a cycle, of 128, and the
+// epilogue's traffic comes on top: 98 KB of fp32 read, added and written cost 3,000 cycles of a
+// tile. Both warpgroups on one tile of 128 x 256 ask for 128, but nobody multiplies while the
+// epilogue runs: measured 0.95-1.04 where this gives 0.98-1.13, and gone.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +21,17 @@ constexpr int BLOCK_M = kRowTile;
 constexpr int BLOCK_K = kDepthTile;
 constexpr int kSlab = 64;      // rows of one product; a row tile has two
 constexpr int kTileSlots = 2;  // tiles that load may publish ahead
-constexpr int kThreads = 384;  // warpgroup 0 loads, fetches and stores; 1 and 2 multiply
+constexpr int kThreads = 384;  // warpgroup 0 loads, fetches, stores, moves; 1 and 2 multiply
 constexpr int kMaxShared = 232448;
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 
-enum class Turns { kTogether, kAlternate };
-
-template <int COLUMNS, Turns TURNS, int STAGES, int BOXES>
+template <int COLUMNS, int STAGES, int BOXES>
 struct Tiling {
   static constexpr int BLOCK_N = COLUMNS;
-  static constexpr bool kAlternate = TURNS == Turns::kAlternate;
   static constexpr int kStages = STAGES;
-  static constexpr int kBoxes = BOXES;                 // of 8 KB, for the epilogue's units
-  static constexpr int kSlabs = kAlternate ? 2 : 1;    // of a tile, in one warpgroup's accumulators
-  static constexpr int kReaders = kAlternate ? 4 : 8;  // warps that read a stage
-  static constexpr int kColumnBoxes = BLOCK_N / 64;
+  static constexpr int kBoxes = BOXES;  // of 8 KB, for the epilogue's units
+  static constexpr int kSlabs = 2;      // of a tile, in one warpgroup's accumulators
+  static constexpr int kReaders = 4;    // warps that read a stage
   static constexpr int kStageBytes = (BLOCK_M + BLOCK_N) * BLOCK_K * 2;
   static constexpr int kAccumulators = BLOCK_N / 2;  // a thread and slab
 
@@ -50,12 +44,13 @@ struct Tiling {
   static_assert(kSlabs * kAccumulators <= 192, "accumulators leave too little for the rest");
 };
 
-template <class T, int UNIT_BYTES>
+// SLOT_BYTES: of the largest unit of the kernel's passes.
+template <class T, int SLOT_BYTES>
 struct Storage {
-  static constexpr int kUnitSlots = T::kBoxes * kBoxBytes / UNIT_BYTES;
+  static constexpr int kUnitSlots = T::kBoxes * kBoxBytes / SLOT_BYTES;
   static_assert(kUnitSlots >= 2, "one unit leaves while the next is filled");
   alignas(1024) uint8_t stage[T::kStages][T::kStageBytes];
-  alignas(1024) uint8_t unit[kUnitSlots][UNIT_BYTES];
+  alignas(1024) uint8_t unit[kUnitSlots][SLOT_BYTES];
   Tile tile[kTileSlots];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   uint64_t stage_full[T::kStages], stage_empty[T::kStages];
@@ -76,15 +71,13 @@ struct Ring {
 };
 
 // ---- the table
-// Columns, turns, stages, boxes. Measured on one H200 as parts of the rate of dense cuBLAS with the
+// Columns, stages, boxes. Measured on one H200 as parts of the rate of dense cuBLAS with the
 // same M, N, K, five shapes, balanced rows (scripts/results/; noise 0.02).
 
 // products 0.98-1.13, up 0.95-1.02, down_gradient 0.75-1.01
-using Deep192 = Tiling<192, Turns::kAlternate, 5, 3>;
+using Deep192 = Tiling<192, 5, 3>;
 // products 0.95-1.10, down_gradient 0.74-0.97, gradients += fp32 0.91-1.07 from 2048 rows an expert
-using Buffered192 = Tiling<192, Turns::kAlternate, 4, 8>;
-// products 0.95-1.04, up 0.88-1.03
-using Together256 = Tiling<256, Turns::kTogether, 4, 4>;
+using Buffered192 = Tiling<192, 4, 8>;
 
 // Not here: 128 columns in turns, 0.71-0.77; 192 columns with 3 stages and 12 boxes, 0.1 less; the
 // old values of a gradient prefetched into L2, 0.03 to 0.08 less.
@@ -97,9 +90,8 @@ void with_tiling(int tiling, F&& f) {
     throw std::runtime_error("mok: a weight gradient has tilings 0 and 1, got " +
                              std::to_string(tiling));
   } else {
-    using Second = std::conditional_t<ROLE == Role::kDownGradient, Buffered192, Together256>;
     if (tiling <= 1) return f(Deep192{});
-    if (tiling == 2) return f(Second{});
+    if (tiling == 2) return f(Buffered192{});
     throw std::runtime_error("mok: a product has tilings 0 to 2, got " + std::to_string(tiling));
   }
 }

@@ -11,18 +11,19 @@ void launch(const WeightGradientArguments& x) {
       .data = nullptr, .rows = x.m, .columns = x.n, .fp32 = TYPE == Gradient::kFp32};
   with_tiling<Role::kGradient>(x.launch.tiling, [&](auto tiling) {
     using T = decltype(tiling);
-    using G = GroupedGemm<Product::kWeightGradient, false, T, WriteGradient<T, TYPE, ACCUMULATE>>;
-    auto p = parameters<G>(x.rows, x.launch);
-    p.a = encode_operand(bf16(x.a, x.rows.capacity, x.m), {BLOCK_K, BLOCK_M / 64});
-    p.b = encode_operand(bf16(x.b, x.rows.capacity, x.n), {BLOCK_K, T::BLOCK_N / 64});
-    p.table = static_cast<const CUtensorMap*>(x.gradients);
-    p.header = table_header(gradient, operand_box<Role::kGradient, T>());
+    using E = WriteGradient<T, TYPE, ACCUMULATE>;
+    using K = GroupedGemm<Pass<Product::kWeightGradient, false, E>, T>;
+    auto p = parameters<K>(x.rows, x.launch);
+    p.pass.a = encode_operand(bf16(x.a, x.rows.capacity, x.m), {BLOCK_K, BLOCK_M / 64});
+    p.pass.b = encode_operand(bf16(x.b, x.rows.capacity, x.n), {BLOCK_K, T::BLOCK_N / 64});
+    p.pass.table = static_cast<const CUtensorMap*>(x.gradients);
+    p.pass.header = table_header(gradient, operand_box<Role::kGradient, T>());
     p.schedule.m_tiles = tiles_of(x.m, BLOCK_M);
     p.schedule.n_tiles = tiles_of(x.n, T::BLOCK_N);
     p.schedule.keep_empty = !ACCUMULATE;
-    p.columns = x.n;
-    p.output_rows = x.m;
-    launch_kernel<G>(p, x.launch);
+    p.pass.columns = x.n;
+    p.pass.output_rows = x.m;
+    launch_kernel<K>(p, x.launch);
   });
 }
 

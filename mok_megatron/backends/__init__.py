@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup
 
+from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.backends.reference import ReferenceBackend
-from mok_megatron.config import BACKENDS
 from mok_megatron.contract import Backend, MoEShape
+
+NAMES = ("auto", "cuda", "reference")
 
 
 def choose(
@@ -16,13 +18,11 @@ def choose(
     """The backend and the reason, in words for the start line.
 
     `auto` is cuda for CUDA tensors and reference for CPU tensors: the reference never runs on a GPU
-    unless it is named. Raises RuntimeError (cause, remedy) when what was asked for cannot run.
+    unless it is named. Raises RuntimeError (cause, remedy) when what was asked for cannot run: no
+    library, another GPU, a shape, dtype or group that cuda.py does not take.
     """
-    if name not in BACKENDS:
-        raise ValueError(
-            f"mok: --mok-backend must be one of {', '.join(BACKENDS)}, got {name!r}; "
-            "choose one of them"
-        )
+    if name not in NAMES:
+        raise ValueError(f"mok: --mok-backend must be one of {', '.join(NAMES)}, got {name!r}")
     if name == "reference":
         return ReferenceBackend(shape, group), "asked for by --mok-backend reference"
     if name == "auto" and device.type == "cpu":
@@ -32,8 +32,6 @@ def choose(
             f"mok: --mok-backend cuda needs CUDA tensors, got {device.type}; "
             "use --mok-backend reference"
         )
-    raise RuntimeError(
-        "mok: the cuda backend's megakernel is not part of this release yet; "
-        "use --mok-backend reference for the same training without its speed, "
-        "or --moe-token-dispatcher-type alltoall"
+    return CudaBackend(shape, group, device), (
+        "asked for by --mok-backend cuda" if name == "cuda" else "the tensors are on a GPU"
     )

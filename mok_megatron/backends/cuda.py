@@ -1,24 +1,26 @@
-"""The CUDA backend for one rank (EP = 1): one MoE layer as a few kernels on the caller's stream.
+"""The CUDA backend for one rank (EP = 1): one MoE layer as one kernel per direction.
 
-Forward   route (count, prefix, place) -> dispatch -> up (gate, up, SwiGLU) -> down -> combine
-Backward  dispatch (x again, dy) -> gradient of down and SwiGLU -> weight gradients ->
-          gradient of up -> combine
-The shared expert is a group of one expert over the tokens themselves, through the same products;
-combine adds it. Rounding and order are the reference's (reference.py), and no atomic touches a
-value: the same bytes on every run.
+Forward   route (count, prefix, place) and the order of work, then one persistent grid: rows in, up
+          and SwiGLU, down, combine
+Backward  the order of work, then one persistent grid: rows in, gradient of down and SwiGLU,
+          gradient of up, weight gradients, combine
+The shared expert's products are tiles of the same grids, over the tokens themselves, and come
+first: they need no rows. Rounding and order are the reference's (reference.py), and no atomic
+touches a value: the same bytes on every run.
 
 Host      Never waits for the device, in no call, and reads nothing from it but the fault record in
-          pinned memory. A CUDA graph cannot capture it yet, and a capture is refused: see Tables.
+          pinned memory. So a CUDA graph can capture forward and backward, once both have run before
+          with the same kind of gradient places (kernels load at their first launch).
 Memory    The routing is not known on the host, so row buffers have room for the worst case: N rows,
           and 127 of padding for each expert that can have one. At EP = 1 that is all of N, so there
           is no budget and there are no passes. They come from torch's allocator in each call. The
           context keeps x, g|u [R, 2F], the schedule, and the shared expert's g|u.
+Launches  Three for route, two a direction (its plan, its grid), one for each table that is new, and
+          one for each run of weight gradients that the grid leaves out: see _divide.
 Tables    Tensor maps hold addresses. A table is kept for each role and stream, with the addresses
           it was made of, and made anew when they differ (DDP moves weights; fresh gradients are
-          elsewhere each time). A captured call would have to make its own inside the graph; that
-          failed when it was tried, probably because the products read maps that a kernel before
-          them wrote without the fence (fence.proxy.tensormap, acquire) that such maps need.
-          Nothing else outlives a call.
+          elsewhere each time). A capture makes its own, inside the graph. Nothing else outlives a
+          call.
 Streams   The caller's order is all there is. Calls on two streams share nothing that is written but
           the fault record.
 Faults    Sizes and dtypes raise before any launch. Ids are checked on the device, in every call: a
@@ -31,8 +33,8 @@ Faults    Sizes and dtypes raise before any launch. Ids are checked on the devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -77,6 +79,9 @@ class CudaBackend:
                 f"{capability[0]}.{capability[1]}; use --mok-backend reference"
             )
         self.shape = shape
+        # CTAs (0: one for each SM) and experts ahead (0: chosen; csrc/device/plan.cuh) of a launch.
+        # They change no byte of any result.
+        self.ctas, self.ahead = 0, 0
         self._tables = _Tables()
         self._fault_words = torch.zeros(4, dtype=torch.int32)
         self.check()
@@ -90,36 +95,28 @@ class CudaBackend:
         Raises RuntimeError for arguments of another form, and for a fault recorded by an earlier
         call.
         """
-        self._begin()
+        self.check()
         _raise(forward_fault(self.shape, 0, x_TH, expert_TK, prob_TK, weights))
         x_TH = x_TH.contiguous()
         if not len(x_TH):
             return torch.empty_like(x_TH), Context(tensors=(x_TH,))
         plan = _Plan.of(expert_TK.contiguous(), prob_TK.contiguous(), self.shape.num_experts)
-        routed, shared = plan.splits()
-
-        x_RH = x_TH.new_empty(plan.rows, self.shape.hidden)
-        torch.ops.mok_megatron.dispatch([x_TH], plan.row_TK, [x_RH])
-        y_RH = x_RH  # up has read x when down writes y
-        gate_up_RF = self._up_and_down(
-            "", x_RH, plan.prob_R, routed, (weights.w1, weights.w2), y_RH
-        )
-
-        shared_y_TH, shared_gate_up_TF = None, x_TH.new_empty(0)
-        if weights.shared_w1 is not None and weights.shared_w2 is not None:
-            tokens_TH = _whole_tiles(x_TH)
-            shared_y_TH = torch.empty_like(tokens_TH)
-            shared_gate_up_TF = self._up_and_down(
-                "shared ",
-                tokens_TH,
-                _ones(tokens_TH),
-                shared,
-                ((weights.shared_w1,), (weights.shared_w2,)),
-                shared_y_TH,
-            )
+        rows, tokens, hidden = plan.rows, len(x_TH), self.shape.hidden
+        new = x_TH.new_empty
         y_TH = torch.empty_like(x_TH)
-        torch.ops.mok_megatron.combine(
-            y_RH, shared_y_TH, plan.row_TK, plan.faulty, None, y_TH, None
+        gate_up_RF = new(rows, 2 * self.shape.ffn)
+        into = [new(rows, hidden), gate_up_RF, new(rows, self.shape.ffn), y_TH]
+        shared_gate_up_TF = new(tokens, 2 * self.shape.shared_ffn)
+        if self.shape.shared_ffn:
+            into += [shared_gate_up_TF, new(tokens, self.shape.shared_ffn), torch.empty_like(x_TH)]
+        torch.ops.mok_megatron.forward(
+            x_TH,
+            plan.routing(),
+            self._weights(weights, "up", "product"),
+            into,
+            plan.words(tokens),
+            self.ctas,
+            self.ahead,
         )
         return y_TH, Context(tensors=(x_TH, gate_up_RF, shared_gate_up_TF, *plan.tensors()))
 
@@ -131,7 +128,7 @@ class CudaBackend:
 
         dy_TH [T, H] like the forward's x. Raises RuntimeError as forward does.
         """
-        self._begin()
+        self.check()
         x_TH = context.tensors[0]
         _raise(backward_fault(0, x_TH, dy_TH, weights, into))
         dy_TH = dy_TH.contiguous()
@@ -141,40 +138,54 @@ class CudaBackend:
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
         _, gate_up_RF, shared_gate_up_TF, *schedule = context.tensors
         plan = _Plan(*schedule)
-        routed, shared = plan.splits()
-
-        x_RH, dy_RH = (x_TH.new_empty(plan.rows, self.shape.hidden) for _ in range(2))
-        torch.ops.mok_megatron.dispatch([x_TH, dy_TH], plan.row_TK, [x_RH, dy_RH])
-        dx_RH = dy_RH  # every product of dy is done when the last one writes dx
-        rows = _Rows(x_RH=x_RH, dy_RH=dy_RH, prob_R=plan.prob_R, gate_up_RF=gate_up_RF)
-        experts = _Experts(
-            w1=weights.w1, w2=weights.w2, into1=into.w1, into2=into.w2, accumulate=into.accumulate
-        )
-        dprob_R = self._gradients("", rows, routed, experts, dx_RH)
-
-        shared_dx_TH = None
-        if weights.shared_w1 is not None and weights.shared_w2 is not None:
-            tokens_TH = _whole_tiles(x_TH)
-            tokens = _Rows(
-                x_RH=tokens_TH,
-                dy_RH=_whole_tiles(dy_TH),
-                prob_R=_ones(tokens_TH),
-                gate_up_RF=shared_gate_up_TF,
-            )
-            expert = _Experts(
-                w1=(weights.shared_w1,),
-                w2=(weights.shared_w2,),
-                into1=(into.shared_w1,),
-                into2=(into.shared_w2,),
-                accumulate=into.accumulate,
-            )
-            shared_dx_TH = torch.empty_like(tokens_TH)
-            self._gradients("shared ", tokens, shared, expert, shared_dx_TH)
+        rows, tokens, hidden = plan.rows, len(x_TH), self.shape.hidden
+        new = x_TH.new_empty
         dx_TH = torch.empty_like(x_TH)
-        dprob_TK = x_TH.new_empty(len(x_TH), self.shape.top_k, dtype=torch.float32)
-        torch.ops.mok_megatron.combine(
-            dx_RH, shared_dx_TH, plan.row_TK, plan.faulty, dprob_R, dx_TH, dprob_TK
+        dprob_TK = plan.prob_R.new_empty(tokens, self.shape.top_k)
+        buffers = _Rows(
+            x_RH=new(rows, hidden),
+            dy_RH=new(rows, hidden),
+            d_gate_up_RF=new(rows, 2 * self.shape.ffn),
+            activation_RF=new(rows, self.shape.ffn),
         )
+        parts = plan.prob_R.new_empty(rows, self.shape.ffn // library.PART_COLUMNS)
+        into_kernel = [buffers.x_RH, buffers.dy_RH, new(rows, hidden)]
+        into_kernel += [buffers.d_gate_up_RF, buffers.activation_RF, parts, dx_TH, dprob_TK]
+        gate_up = [gate_up_RF]
+        if self.shape.shared_ffn:
+            gate_up.append(shared_gate_up_TF)
+            width = self.shape.shared_ffn
+            into_kernel += [new(tokens, 2 * width), new(tokens, width), torch.empty_like(x_TH)]
+        inside, outside = _divide(into)
+        names = _GROUPS if self.shape.shared_ffn else _GROUPS[:2]
+        torch.ops.mok_megatron.backward(
+            x_TH,
+            dy_TH,
+            plan.routing(),
+            self._weights(weights, "input_gradient", "down_gradient"),
+            gate_up,
+            [self._gradients(name, inside.get(name)) for name in names],
+            any(places[0].dtype == torch.float32 for places in inside.values()),
+            into.accumulate,
+            into_kernel,
+            plan.words(tokens),
+            self.ctas,
+            self.ahead,
+        )
+        for name, a_RM, b_RN, places in (
+            ("w2", buffers.dy_RH, buffers.activation_RF, outside.w2),
+            ("w1", buffers.d_gate_up_RF, buffers.x_RH, outside.w1),
+        ):
+            self._weight_gradients(name, a_RM, b_RN, plan.split, places, into.accumulate)
+        if self.shape.shared_ffn:
+            d_gate_up_TF, activation_TF = into_kernel[-3], into_kernel[-2]
+            for name, a_TM, b_TN, place in (
+                ("shared w2", dy_TH, activation_TF, outside.shared_w2),
+                ("shared w1", d_gate_up_TF, x_TH, outside.shared_w1),
+            ):
+                self._weight_gradients(
+                    name, a_TM, b_TN, plan.shared_split, (place,), into.accumulate
+                )
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
 
     def schedule(self, context: Context) -> Schedule:
@@ -200,66 +211,27 @@ class CudaBackend:
         if kind:
             raise RuntimeError(describe(kind, expert, token, choice, self.shape))
 
-    def _begin(self) -> None:
-        """What every call checks first."""
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "mok: the cuda backend cannot be captured in a CUDA graph, got a stream that is "
-                "capturing; leave the MoE layers out of --cuda-graph-modules"
-            )
-        self.check()
+    def _weights(self, weights: Weights, w1_role: str, w2_role: str) -> list[Tensor]:
+        """Tables of w1, w2, and of the shared expert's."""
+        tables = [self._tables.of("w1", weights.w1, w1_role).table]
+        tables.append(self._tables.of("w2", weights.w2, w2_role).table)
+        if weights.shared_w1 is not None and weights.shared_w2 is not None:
+            tables.append(self._tables.of("shared w1", (weights.shared_w1,), w1_role).table)
+            tables.append(self._tables.of("shared w2", (weights.shared_w2,), w2_role).table)
+        return tables
 
-    def _up_and_down(
-        self,
-        role: str,
-        x_RH: Tensor,
-        prob_R: Tensor,
-        split: library.Split,
-        weights: tuple[Sequence[Tensor], Sequence[Tensor]],
-        y_RH: Tensor,
-    ) -> Tensor:
-        """y_RH [R, H] of a group of experts, and g|u [R, 2F]. y may be x's memory."""
-        w1, w2 = weights
-        rows, width = len(x_RH), w2[0].shape[1]
-        gate_up_RF = x_RH.new_empty(rows, 2 * width)
-        activation_RF = x_RH.new_empty(rows, width)
-        w1_maps = self._tables.of(role + "w1", w1, "up")
-        library.up(x_RH, w1_maps, prob_R, split, gate_up_RF, activation_RF)
-        w2_maps = self._tables.of(role + "w2", w2, "product")
-        library.product(activation_RF, w2_maps, split, y_RH)
-        return gate_up_RF
-
-    def _gradients(
-        self, role: str, rows: _Rows, split: library.Split, experts: _Experts, dx_RH: Tensor
-    ) -> Tensor:
-        """dx_RH [R, H] and the weight gradients of a group of experts, and dprob [R].
-
-        dx may be dy's memory.
-        """
-        count, width = len(rows.prob_R), experts.w2[0].shape[1]
-        down = library.DownGradient(
-            d_gate_up_RF=rows.x_RH.new_empty(count, 2 * width),
-            activation_RF=rows.x_RH.new_empty(count, width),
-            prob_parts=rows.prob_R.new_empty(count, width // library.PART_COLUMNS),
-            d_prob_R=rows.prob_R.new_empty(count),
-        )
-        w2_maps = self._tables.of(role + "w2", experts.w2, "down_gradient")
-        library.down_gradient(rows.dy_RH, w2_maps, rows.prob_R, rows.gate_up_RF, split, down)
-        for name, a_RM, b_RN, places in (
-            ("w2", rows.dy_RH, down.activation_RF, experts.into2),
-            ("w1", down.d_gate_up_RF, rows.x_RH, experts.into1),
-        ):
-            self._weight_gradients(role + name, a_RM, b_RN, split, places, experts.accumulate)
-        w1_maps = self._tables.of(role + "w1", experts.w1, "input_gradient")
-        library.input_gradient(down.d_gate_up_RF, w1_maps, split, dx_RH)
-        return down.d_prob_R
+    def _gradients(self, name: str, places: Sequence[Tensor] | None) -> Tensor:
+        """The table of a group's places, or one without records."""
+        if places is None:
+            return torch.empty(0, dtype=torch.uint8)
+        return self._tables.of(f"{name} gradient", places, "gradient").table
 
     def _weight_gradients(
         self,
         name: str,
         a_RM: Tensor,
         b_RN: Tensor,
-        split: library.Split,
+        split_of: Callable[[], library.Split],
         places: Sequence[Tensor | None],
         accumulate: bool,
     ) -> None:
@@ -268,7 +240,7 @@ class CudaBackend:
         One launch for each run of places of one dtype.
         """
         for start, end, wanted in _runs(places):
-            part = split
+            part = split = split_of()
             if len(wanted) < len(places):  # copies, since the products want them 16-byte aligned
                 part = library.Split(
                     row_start_E=split.row_start_E[start : end + 1].clone(),
@@ -281,23 +253,40 @@ class CudaBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """A group's rows in backward: x and dy [R, H], prob [R], g|u [R, 2F]."""
+    """What a weight gradient of the routed experts reads: x and dy [R, H], dg|du [R, 2F], a."""
 
     x_RH: Tensor
     dy_RH: Tensor
-    prob_R: Tensor
-    gate_up_RF: Tensor
+    d_gate_up_RF: Tensor
+    activation_RF: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Experts:
-    """A group's weights and where their gradients go; see contract.WeightGradients."""
+_GROUPS = ("w1", "w2", "shared_w1", "shared_w2")
 
-    w1: Sequence[Tensor]
-    w2: Sequence[Tensor]
-    into1: Sequence[Tensor | None]
-    into2: Sequence[Tensor | None]
-    accumulate: bool
+
+def _divide(into: WeightGradients) -> tuple[dict[str, Sequence[Tensor]], WeightGradients]:
+    """The groups of places that the kernel fills itself, and the rest.
+
+    The kernel takes a group when every place is wanted and all have the dtype of the first such
+    group; experts of which some are frozen, or have places of another dtype, take launches of
+    their own.
+    """
+    groups = {name: getattr(into, name) for name in _GROUPS}
+    inside: dict[str, Sequence[Tensor]] = {}
+    dtype = None
+    for name, group in groups.items():
+        places = group if isinstance(group, tuple) else (group,)
+        if any(place is None or place.dtype != places[0].dtype for place in places):
+            continue
+        if dtype is None or dtype == places[0].dtype:
+            dtype = places[0].dtype
+            inside[name] = places
+    left = {
+        name: (None,) * len(group) if isinstance(group, tuple) else None
+        for name, group in groups.items()
+        if name in inside
+    }
+    return inside, replace(into, **left)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -343,17 +332,28 @@ class _Plan:
         """R, the rows that buffers hold."""
         return len(self.slot_R)
 
-    def splits(self) -> tuple[library.Split, library.Split]:
-        """Of the routed experts and of the shared one, with tickets made for this call."""
-        tickets = self.faulty.new_zeros(8)
-        return (
-            library.Split(
-                row_start_E=self.row_start_E, row_count_E=self.row_count_E, tickets=tickets[:2]
-            ),
-            library.Split(
-                row_start_E=self.shared_start, row_count_E=self.shared_count, tickets=tickets[4:6]
-            ),
-        )
+    def words(self, tokens: int) -> Tensor:
+        """Room for a direction's counters and its order of work."""
+        count = torch.ops.mok_megatron.direction_words(self.rows, tokens, len(self.row_count_E))
+        return self.row_count_E.new_empty(count)
+
+    def routing(self) -> list[Tensor]:
+        """What the kernels read of it."""
+        return [
+            self.row_start_E,
+            self.row_count_E,
+            self.faulty,
+            self.row_TK,
+            self.slot_R,
+            self.prob_R,
+        ]
+
+    def split(self) -> library.Split:
+        """Of the routed experts, for launches beside the kernels."""
+        return library.Split.of(self.row_start_E, self.row_count_E)
+
+    def shared_split(self) -> library.Split:
+        return library.Split.of(self.shared_start, self.shared_count)
 
 
 class _Tables:
@@ -368,6 +368,9 @@ class _Tables:
 
     def of(self, name: str, matrices: Sequence[Tensor], role: str) -> library.Matrices:
         """Matrices of one shape and dtype; `role` is library.Matrices'."""
+        if torch.cuda.is_current_stream_capturing():
+            # The graph writes the table at each replay, so nobody may take it before the first one.
+            return library.Matrices(matrices=tuple(matrices), table=_table(matrices, role))
         key = (name, role, torch.cuda.current_stream(matrices[0].device).cuda_stream)
         made_of = matrices[0].dtype, [matrix.data_ptr() for matrix in matrices]
         last = self._last.get(key)
@@ -462,21 +465,6 @@ def _runs(places: Sequence[Tensor | None]) -> Iterator[tuple[int, int, list[Tens
                 end += 1
             yield start, end, run
         start = end
-
-
-def _whole_tiles(x_TH: Tensor) -> Tensor:
-    """x itself when its rows fill row tiles, else a copy with room after the last one."""
-    rows = -(-len(x_TH) // library.ROW_TILE) * library.ROW_TILE
-    if rows == len(x_TH):
-        return x_TH
-    padded = x_TH.new_empty(rows, x_TH.shape[1])
-    padded[: len(x_TH)].copy_(x_TH)
-    return padded
-
-
-def _ones(x_TH: Tensor) -> Tensor:
-    """The probabilities of the shared expert."""
-    return x_TH.new_ones(len(x_TH), dtype=torch.float32)
 
 
 def _zero(into: WeightGradients) -> None:

@@ -1,8 +1,8 @@
-"""The CUDA library: loading it, what its ops return in a trace, and typed wrappers around them.
+"""The CUDA library: loading it, what its ops return in a trace, and typed wrappers around products.
 
-The ops are the grouped products of csrc/sm90, each on its own; tests and benchmarks call them, and
-nothing here waits for the device. Letters: R rows, each expert's at a multiple of 128; L experts;
-H hidden; F expert width.
+The wrapped ops are the grouped products of csrc/sm90, each on its own, for tests, benchmarks and
+the weight gradients that the backward kernel leaves out. Nothing here waits for the device.
+Letters: R rows, each expert's at a multiple of 128; L experts; H hidden; F expert width.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def _declare_fakes() -> None:
 
     for name in ("product", "input_gradient", "up", "down_gradient", "weight_gradient"):
         fake(f"mok_megatron::grouped_{name}")(writes_its_arguments)
+    for name in ("forward", "backward"):
+        fake(f"mok_megatron::{name}")(writes_its_arguments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,42 +56,47 @@ gpu = pytest.mark.gpu
         ({"num_experts": 128, "top_k": 65}, r"at most 64 choices a token, got 65; use"),
     ],
 )
+@pytest.mark.parametrize("name", ["cuda", "auto"])
 def test_a_shape_outside_the_kernels_is_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+    monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, object], words: str
 ) -> None:
     monkeypatch.setattr(library, "load", lambda: pytest.fail("loaded"))
     shape = replace(SHAPE, **change)
     group = type("Group", (), {"size": lambda self: shape.ep_size})()
     with pytest.raises(RuntimeError, match=f"^mok: .*{words}"):
-        CudaBackend(shape, group, torch.device("cuda"))
+        backends.choose(name, shape, torch.device("cuda"), group)
 
 
 def test_a_group_of_another_size_is_refused() -> None:
     group = type("Group", (), {"size": lambda self: 2})()
     with pytest.raises(RuntimeError, match=r"must have 1 ranks, got 2; pass the group"):
-        CudaBackend(SHAPE, group, torch.device("cuda"))
+        backends.choose("cuda", SHAPE, torch.device("cuda"), group)
 
 
-def test_a_missing_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_a_missing_library_is_an_error_not_a_slower_path(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def missing() -> None:
         raise library.LibraryMissing("mok: the CUDA library must be built, got no file")
 
     monkeypatch.setattr(library, "load", missing)
     with pytest.raises(RuntimeError, match="must be built, got no file"):
-        CudaBackend(SHAPE, None, torch.device("cuda"))
+        backends.choose(name, SHAPE, torch.device("cuda"), None)
 
 
 def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     with pytest.raises(RuntimeError, match=r"compute capability 9.0 .*got 10.0; use --mok-backend"):
-        CudaBackend(SHAPE, None, torch.device("cuda"))
+        backends.choose("cuda", SHAPE, torch.device("cuda"), None)
 
 
-@pytest.mark.parametrize("name", ["cuda", "auto"])
-def test_nobody_gets_it_by_name_yet(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"not part of this release yet; use --mok-backend"):
-        backends.choose(name, SHAPE, torch.device("cuda"), None)
+def test_cpu_tensors_get_the_reference_or_an_error() -> None:
+    cpu = torch.device("cpu")
+    assert backends.choose("auto", SHAPE, cpu, None)[0].name == "reference"
+    with pytest.raises(RuntimeError, match="needs CUDA tensors, got cpu; use --mok-backend"):
+        backends.choose("cuda", SHAPE, cpu, None)
 
 
 # Rows and places on the host.
@@ -201,33 +206,17 @@ def test_a_large_schedule_is_a_stable_sort(tokens: int, experts: int) -> None:
 
 
 @gpu
-def test_dispatch_copies_and_combine_adds_in_slot_order() -> None:
-    problem = cases.Problem.of(replace(CASE, load="sparse"))
-    plan = cuda._Plan.of(problem.expert_TK, problem.prob_TK, problem.shape.num_experts)
-    routed = plan.row_TK >= 0
-    row_N = plan.row_TK[routed].long()
-    x_RH, dy_RH = (
-        torch.full((plan.rows, 256), 7.0, device=cases.DEVICE, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    torch.ops.mok_megatron.dispatch([problem.x_TH, problem.dy_TH], plan.row_TK, [x_RH, dy_RH])
-    token_N = routed.nonzero()[:, 0]
-    assert torch.equal(x_RH[row_N], problem.x_TH[token_N])
-    assert torch.equal(dy_RH[row_N], problem.dy_TH[token_N])
-    spare = torch.ones(plan.rows, dtype=torch.bool, device=cases.DEVICE)
-    spare[row_N] = False
-    assert bool((x_RH[spare] == 7.0).all()), "padding was written"
-
-    x_RH.normal_()
-    x_RH[spare] = float("nan")
-    expected = torch.zeros(len(problem.x_TH), 256, device=cases.DEVICE)
-    for choice in range(problem.shape.top_k):
-        row_T = plan.row_TK[:, choice].long()
-        expected += torch.where(row_T[:, None] >= 0, x_RH[row_T.clamp(min=0)].float(), 0.0)
-    expected += problem.dy_TH.float()
-    out = torch.empty_like(problem.x_TH)
-    torch.ops.mok_megatron.combine(x_RH, problem.dy_TH, plan.row_TK, plan.faulty, None, out, None)
-    assert cases.same(out, expected.to(torch.bfloat16))
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_ctas_and_the_order_of_experts_change_no_byte(accumulate: bool) -> None:
+    problem = cases.Problem.of(CASE)
+    backend = cases.cuda_backend(problem.shape)
+    places = problem.places(torch.float32, accumulate=accumulate)
+    expected = cases.call(backend, problem, places)
+    for ctas, ahead in ((1, 0), (1, 1), (2, 3), (7, 1), (131, 100), (500, 2)):
+        backend.ctas, backend.ahead = ctas, ahead
+        places = problem.places(torch.float32, accumulate=accumulate)
+        assert cases.same_results(expected, cases.call(backend, problem, places)) == [], ctas
 
 
 @gpu
@@ -328,22 +317,39 @@ def test_the_host_waits_for_nothing_not_even_in_the_first_call() -> None:
             backend.backward(context, p.dy_TH, p.weights, fresh)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 @gpu
-def test_a_capture_is_refused_and_the_backend_lives_on() -> None:
-    problem = p = cases.Problem.of(CASE)
-    backend = cases.cuda_backend(problem.shape)
-    first = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match=r"^mok: .*cannot be captured .*; leave the MoE"),
-        torch.cuda.graph(graph),
-    ):
-        backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
-    again = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
-    assert cases.same_results(first, again) == []
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_replays_of_a_captured_call_equal_eager_calls(accumulate: bool) -> None:
+    problem = cases.Problem.of(CASE)
+    backend, p = cases.cuda_backend(problem.shape), problem
+    cases.call(backend, problem, problem.places(torch.float32, accumulate=accumulate))
+    x_TH, expert_TK, prob_TK, dy_TH = (v.clone() for v in (p.x_TH, p.expert_TK, p.prob_TK, p.dy_TH))
+    into = problem.places(torch.float32, accumulate=accumulate)
+    start = [w.clone() for w in cases.flat(into)]
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward):
+        y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, p.weights)
+    with torch.cuda.graph(backward, pool=forward.pool()):
+        gradients = backend.backward(context, dy_TH, p.weights, into)
+    for replay in range(20):
+        other = problem.rerouted(900 + replay)
+        x_TH.copy_(other.x_TH.flip(0) if replay % 2 else other.x_TH)
+        other = replace(other, x_TH=x_TH.clone())
+        expert_TK.copy_(other.expert_TK)
+        prob_TK.copy_(other.prob_TK)
+        for place, value in zip(cases.flat(into), start, strict=True):
+            place.copy_(value)
+        forward.replay()
+        if replay % 3 == 0:  # eager calls in between, in odd and even numbers
+            places = problem.places(torch.float32, accumulate=accumulate)
+            cases.call(backend, problem, places)
+        backward.replay()
+        eager = cases.call(backend, other, problem.places(torch.float32, accumulate=accumulate))
+        found = [y_TH, gradients.dx_TH, gradients.dprob_TK, *cases.flat(into)]
+        for (name, expected), value in zip(eager.tensors().items(), found, strict=True):
+            assert cases.same(value, expected), (replay, name)
 
 
 @gpu

@@ -318,10 +318,10 @@ def test_random_delays_change_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def build_delayed(nvcc: pathlib.Path, library_file: pathlib.Path) -> None:
-    """The grouped products alone, with -DMOK_RANDOM_DELAYS, beside the library under test."""
+    """The library with -DMOK_RANDOM_DELAYS, beside the one under test."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    sources = [*sorted(CSRC.glob("sm90/*.cu")), CSRC / "ops.cpp"]
+    sources = [*sorted(CSRC.rglob("*.cu")), *sorted(CSRC.glob("*.cpp"))]
     flags = ["-std=c++20", "-O3", "-Xcompiler=-fPIC", "-DMOK_RANDOM_DELAYS", "-DUSE_CUDA"]
     flags += ["-gencode=arch=compute_90a,code=sm_90a", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     flags += [f"-I{path}" for path in include_paths()]

@@ -24,7 +24,8 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("needs a C++ compiler, found none")
     library = tmp_path_factory.mktemp("schedule") / "schedule.so"
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
-    subprocess.run([*command, str(HERE / "schedule_host.cpp"), "-o", str(library)], check=True)
+    sources = [str(HERE / name) for name in ("schedule_host.cpp", "plan_host.cpp")]
+    subprocess.run([*command, *sources, "-o", str(library)], check=True, timeout=120)
     return ctypes.CDLL(str(library))
 
 
@@ -86,12 +87,15 @@ def test_weight_tiles_cover_every_gradient_once(
     shape = (m_tiles, n_tiles, int(keep_empty))
     tiles = tiles_of(scheduler.weight_tiles, starts, counts, starts[-1], *shape)
 
+    idle = ints([-1] * len(tiles))
+    scheduler.weight_idle(ints(starts), ints(counts), len(counts), starts[-1], *shape, idle)
+
     assert len({tile[:3] for tile in tiles}) == len(tiles) == len(counts) * m_tiles * n_tiles
-    for expert, m, n, row, rows, depth, fault in tiles:
+    for (expert, m, n, row, rows, depth, fault), nothing in zip(tiles, idle, strict=True):
         assert (row, rows, fault) == (starts[expert], counts[expert], 0)
         assert 0 <= m < m_tiles and 0 <= n < n_tiles  # noqa: PT018
-        empty = 1 if keep_empty else 0
-        assert depth == (-(-counts[expert] // DEPTH_TILE) or empty)
+        assert depth == max(-(-counts[expert] // DEPTH_TILE), 1)  # an empty expert's is zeroed
+        assert nothing == (counts[expert] == 0 and not keep_empty)
 
 
 def test_depth_depends_on_nothing_but_the_experts_own_rows(scheduler: ctypes.CDLL) -> None:

@@ -1,5 +1,5 @@
-// The border to torch of the phases around the products: route, dispatch, combine, and tables of
-// tensor maps.
+// The border to torch of the layer: route, the forward and backward kernels, and tables of tensor
+// maps.
 //
 // ops.cpp is the same border for the products. There are two files because there are two stages,
 // each with its own arguments and rules, and one file for both would be too long to read; no third
@@ -22,6 +22,7 @@
 
 #include "arguments.h"
 #include "check.h"
+#include "direction_arguments.h"
 #include "layer_arguments.h"
 
 namespace {
@@ -208,75 +209,212 @@ void route(const Tensor& expert, const Tensor& prob, const Tensor& counts, const
                      .stream = stream_of(expert)});
 }
 
-void dispatch(const std::vector<Tensor>& tokens, const Tensor& row,
-              const std::vector<Tensor>& rows) {
+// The six tensors that route writes.
+mok::Routing routing_of(const std::vector<Tensor>& routing, const Tensor& x) {
+  STD_TORCH_CHECK(routing.size() == 6,
+                  "mok: routing must be row_start, row_count, faulty, row, slot, row_prob, got ",
+                  routing.size(),
+                  " tensors");
+  const Tensor &row = routing[3], &slot = routing[4];
   check_slots(row, "row");
-  STD_TORCH_CHECK((tokens.size() == 1 || tokens.size() == 2) && tokens.size() == rows.size(),
-                  "mok: dispatch takes one or two tensors and as many places, got ",
-                  tokens.size(),
-                  " and ",
-                  rows.size());
-  check_tensor(tokens[0], "tokens", ScalarType::BFloat16, {row.size(0), -1}, 16);
-  const int64_t hidden = tokens[0].size(1);
-  check_hidden(hidden);
-  check_tensor(rows[0], "rows", ScalarType::BFloat16, {-1, hidden}, 16);
-  mok::DispatchArguments arguments{.sources = static_cast<int32_t>(tokens.size()),
-                                   .row_TK = row.const_data_ptr<int32_t>(),
-                                   .token_count = static_cast<int32_t>(row.size(0)),
-                                   .choices = static_cast<int32_t>(row.size(1)),
-                                   .hidden = static_cast<int32_t>(hidden)};
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    check_tensor(tokens[i], "tokens", ScalarType::BFloat16, {row.size(0), hidden}, 16);
-    check_tensor(rows[i], "rows", ScalarType::BFloat16, {rows[0].size(0), hidden}, 16);
-    arguments.tokens[i] = tokens[i].const_data_ptr();
-    arguments.rows[i] = rows[i].mutable_data_ptr();
-  }
-  check_device(row, "dispatch", {&tokens.front(), &tokens.back(), &rows.front(), &rows.back()});
-  const torch::stable::accelerator::DeviceGuard guard(row.get_device_index());
-  arguments.stream = stream_of(row);
-  mok::launch_dispatch(arguments);
+  check_tensor(routing[1], "row_count", ScalarType::Int, {-1});
+  const int64_t experts = routing[1].size(0);
+  check_tensor(routing[0], "row_start", ScalarType::Int, {experts + 1});
+  check_tensor(routing[2], "faulty", ScalarType::Int, {1});
+  check_tensor(slot, "slot", ScalarType::Int, {-1});
+  STD_TORCH_CHECK(slot.size(0) > 0 && slot.size(0) % 128 == 0 && slot.size(0) <= INT32_MAX,
+                  "mok: the rows of slot must be a positive multiple of 128, got ",
+                  slot.size(0));
+  check_tensor(routing[5], "row_prob", ScalarType::Float, {slot.size(0)});
+  check_tensor(x, "x", ScalarType::BFloat16, {row.size(0), -1}, 16);
+  STD_TORCH_CHECK(x.size(0) > 0, "mok: a layer's kernel needs tokens, got none");
+  check_hidden(x.size(1));
+  return {.row_start = routing[0].const_data_ptr<int32_t>(),
+          .row_count = routing[1].const_data_ptr<int32_t>(),
+          .row_TK = row.const_data_ptr<int32_t>(),
+          .slot_R = slot.const_data_ptr<int32_t>(),
+          .prob_R = routing[5].const_data_ptr<float>(),
+          .faulty = routing[2].const_data_ptr<int32_t>(),
+          .tokens = static_cast<int32_t>(row.size(0)),
+          .choices = static_cast<int32_t>(row.size(1)),
+          .experts = static_cast<int32_t>(experts),
+          .rows = static_cast<int32_t>(slot.size(0))};
 }
 
-void combine(const Tensor& rows, const std::optional<Tensor>& shared, const Tensor& row,
-             const Tensor& faulty, const std::optional<Tensor>& row_d_prob, const Tensor& out,
-             const std::optional<Tensor>& d_prob) {
-  check_slots(row, "row");
-  check_tensor(rows, "rows", ScalarType::BFloat16, {-1, -1}, 16);
-  const int64_t hidden = rows.size(1);
-  check_hidden(hidden);
-  check_tensor(out, "out", ScalarType::BFloat16, {row.size(0), hidden}, 16);
-  check_tensor(faulty, "faulty", ScalarType::Int, {1});
-  std::vector<const Tensor*> all{&rows, &faulty, &out};
+// A table of `count` maps, or, where it may be left out, one without records.
+const void* table_of(const Tensor& table, const char* name, int64_t count, bool optional) {
+  if (optional && table.numel() == 0) return nullptr;
+  check_tensor(table, name, ScalarType::Byte, {count + 1, mok::kTensorMapBytes}, 128);
+  return table.const_data_ptr();
+}
+
+mok::WeightTables weights_of(const std::vector<Tensor>& weights, int64_t experts) {
+  STD_TORCH_CHECK(weights.size() == 2 || weights.size() == 4,
+                  "mok: weights must be two tables, or four with a shared expert, got ",
+                  weights.size());
+  const bool shared = weights.size() == 4;
+  return {.w1 = table_of(weights[0], "w1", experts, false),
+          .w2 = table_of(weights[1], "w2", experts, false),
+          .shared_w1 = shared ? table_of(weights[2], "shared w1", 1, false) : nullptr,
+          .shared_w2 = shared ? table_of(weights[3], "shared w2", 1, false) : nullptr};
+}
+
+// A bf16 buffer, for its place among the arguments.
+void* buffer_of(const Tensor& t, const char* name, int64_t rows, int64_t columns) {
+  check_tensor(t, name, ScalarType::BFloat16, {rows, columns}, 16);
+  return t.mutable_data_ptr();
+}
+
+int32_t width_of(const Tensor& activation, const char* name, int64_t rows) {
+  check_tensor(activation, name, ScalarType::BFloat16, {rows, -1}, 16);
+  const int64_t width = activation.size(1);
+  STD_TORCH_CHECK(width > 0 && width % 64 == 0,
+                  "mok: the columns of ",
+                  name,
+                  " must be a positive multiple of 64, got ",
+                  width,
+                  "; use --moe-token-dispatcher-type alltoall");
+  return static_cast<int32_t>(width);
+}
+
+void check_count(const std::vector<Tensor>& list, const char* name, size_t routed, size_t shared,
+                 bool has_shared) {
+  const size_t wanted = routed + (has_shared ? shared : 0);
+  STD_TORCH_CHECK(
+      list.size() == wanted, "mok: ", name, " must be ", wanted, " tensors, got ", list.size());
+}
+
+mok::DirectionLaunch direction_launch(const Tensor& x, const mok::Routing& r, const Tensor& words,
+                                      int64_t ctas, int64_t ahead) {
+  check_tensor(words, "words", ScalarType::Int, {-1}, 16);
+  const int64_t wanted = mok::direction_words(r.rows, r.tokens, r.experts);
+  STD_TORCH_CHECK(
+      words.numel() >= wanted, "mok: words must have ", wanted, " words, got ", words.numel());
+  STD_TORCH_CHECK(ctas >= 0 && ctas <= 65535, "mok: ctas must be 0 (all SMs) to 65535, got ", ctas);
+  STD_TORCH_CHECK(
+      ahead >= 0 && ahead <= INT32_MAX, "mok: ahead must be 0 (chosen) or more, got ", ahead);
+  return {.words = words.mutable_data_ptr<int32_t>(),
+          .ctas = static_cast<int32_t>(ctas),
+          .ahead = static_cast<int32_t>(ahead),
+          .device = x.get_device_index(),
+          .stream = stream_of(x)};
+}
+
+void check_all_on(const Tensor& x, const char* op,
+                  const std::vector<const std::vector<Tensor>*>& lists) {
+  std::vector<const Tensor*> all;
+  for (const auto* list : lists) {
+    for (const Tensor& t : *list) {
+      if (t.numel() > 0) all.push_back(&t);
+    }
+  }
+  check_device(x, op, all);
+  const mok::Fault* fault = mok::fault_record();
+  STD_TORCH_CHECK(fault == nullptr || fault->tag == 0,
+                  "mok: an earlier launch failed: ",
+                  mok::describe(static_cast<mok::Tag>(fault->tag)),
+                  " (CTA ",
+                  fault->cta,
+                  ", thread ",
+                  fault->thread,
+                  ", saw ",
+                  fault->value,
+                  "); this process cannot go on");
+}
+
+// into: rows, gate_up, activation, y; with a shared expert its gate_up, activation, y.
+void forward(const Tensor& x, const std::vector<Tensor>& routing,
+             const std::vector<Tensor>& weights, const std::vector<Tensor>& into,
+             const Tensor& words, int64_t ctas, int64_t ahead) {
+  const mok::Routing r = routing_of(routing, x);
+  const bool shared = weights.size() == 4;
+  const int64_t hidden = x.size(1);
+  mok::ForwardArguments arguments{.routing = r,
+                                  .sizes = {.hidden = static_cast<int32_t>(hidden)},
+                                  .weights = weights_of(weights, r.experts)};
+  check_count(into, "into", 4, 3, shared);
+  const int32_t width = arguments.sizes.width = width_of(into[2], "activation", r.rows);
+  arguments.x = x.const_data_ptr();
+  arguments.rows = buffer_of(into[0], "rows", r.rows, hidden);
+  arguments.gate_up = buffer_of(into[1], "gate_up", r.rows, 2 * width);
+  arguments.activation = into[2].mutable_data_ptr();
+  arguments.y = buffer_of(into[3], "y", r.tokens, hidden);
   if (shared) {
-    check_tensor(*shared, "shared", ScalarType::BFloat16, {-1, hidden}, 16);
-    STD_TORCH_CHECK(shared->size(0) >= row.size(0),
-                    "mok: shared must have a row for each of ",
-                    row.size(0),
-                    " tokens, got ",
-                    shared->size(0));
-    all.push_back(&*shared);
+    const int32_t columns = arguments.sizes.shared_width =
+        width_of(into[5], "shared activation", r.tokens);
+    arguments.shared_gate_up = buffer_of(into[4], "shared gate_up", r.tokens, 2 * columns);
+    arguments.shared_activation = into[5].mutable_data_ptr();
+    arguments.shared_y = buffer_of(into[6], "shared y", r.tokens, hidden);
   }
-  STD_TORCH_CHECK(row_d_prob.has_value() == d_prob.has_value(),
-                  "mok: combine needs both gradients of the probabilities or none, got one");
-  if (d_prob) {
-    check_tensor(*row_d_prob, "row_d_prob", ScalarType::Float, {rows.size(0)});
-    check_tensor(*d_prob, "d_prob", ScalarType::Float, {row.size(0), row.size(1)});
-    all.push_back(&*row_d_prob);
-    all.push_back(&*d_prob);
+  const std::vector<Tensor> others{words};
+  check_all_on(x, "forward", {&routing, &weights, &into, &others});
+  arguments.launch = direction_launch(x, r, words, ctas, ahead);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  mok::sm90::launch_forward(arguments);
+}
+
+// gate_up: what forward kept, and the shared expert's. gradients: tables in the order of weights,
+// one without records where nothing is wanted. into: x rows, dy rows, dx rows, d_gate_up,
+// activation, parts, dx, d_prob; with a shared expert its d_gate_up, activation, dx.
+void backward(const Tensor& x, const Tensor& dy, const std::vector<Tensor>& routing,
+              const std::vector<Tensor>& weights, const std::vector<Tensor>& gate_up,
+              const std::vector<Tensor>& gradients, bool fp32, bool accumulate,
+              const std::vector<Tensor>& into, const Tensor& words, int64_t ctas, int64_t ahead) {
+  const mok::Routing r = routing_of(routing, x);
+  const bool shared = weights.size() == 4;
+  const int64_t hidden = x.size(1);
+  check_tensor(dy, "dy", ScalarType::BFloat16, {r.tokens, hidden}, 16);
+  check_count(gate_up, "gate_up", 1, 1, shared);
+  check_count(gradients, "gradients", 2, 2, shared);
+  check_count(into, "into", 8, 3, shared);
+  mok::BackwardArguments arguments{.routing = r,
+                                   .sizes = {.hidden = static_cast<int32_t>(hidden)},
+                                   .weights = weights_of(weights, r.experts)};
+  arguments.gradients = {
+      .w1 = table_of(gradients[0], "the gradients of w1", r.experts, true),
+      .w2 = table_of(gradients[1], "the gradients of w2", r.experts, true),
+      .shared_w1 = shared ? table_of(gradients[2], "the shared gradient of w1", 1, true) : nullptr,
+      .shared_w2 = shared ? table_of(gradients[3], "the shared gradient of w2", 1, true) : nullptr,
+      .type = fp32 ? mok::Gradient::kFp32 : mok::Gradient::kBf16,
+      .accumulate = accumulate};
+  const int32_t width = arguments.sizes.width = width_of(into[4], "activation", r.rows);
+  arguments.x = x.const_data_ptr();
+  arguments.dy = dy.const_data_ptr();
+  arguments.gate_up = buffer_of(gate_up[0], "gate_up", r.rows, 2 * width);
+  arguments.x_rows = buffer_of(into[0], "x rows", r.rows, hidden);
+  arguments.dy_rows = buffer_of(into[1], "dy rows", r.rows, hidden);
+  arguments.dx_rows = buffer_of(into[2], "dx rows", r.rows, hidden);
+  arguments.d_gate_up = buffer_of(into[3], "d_gate_up", r.rows, 2 * width);
+  arguments.activation = into[4].mutable_data_ptr();
+  check_tensor(into[5], "parts", ScalarType::Float, {r.rows, width / mok::kPartColumns}, 16);
+  arguments.parts = into[5].mutable_data_ptr<float>();
+  arguments.dx = buffer_of(into[6], "dx", r.tokens, hidden);
+  check_tensor(into[7], "d_prob", ScalarType::Float, {r.tokens, r.choices});
+  arguments.d_prob_TK = into[7].mutable_data_ptr<float>();
+  if (shared) {
+    const int32_t columns = arguments.sizes.shared_width =
+        width_of(into[9], "shared activation", r.tokens);
+    arguments.shared_gate_up = buffer_of(gate_up[1], "shared gate_up", r.tokens, 2 * columns);
+    arguments.shared_d_gate_up = buffer_of(into[8], "shared d_gate_up", r.tokens, 2 * columns);
+    arguments.shared_activation = into[9].mutable_data_ptr();
+    arguments.shared_dx = buffer_of(into[10], "shared dx", r.tokens, hidden);
   }
-  check_device(row, "combine", all);
-  const torch::stable::accelerator::DeviceGuard guard(row.get_device_index());
-  mok::launch_combine({.rows = rows.const_data_ptr(),
-                       .shared = shared ? shared->const_data_ptr() : nullptr,
-                       .d_prob_R = d_prob ? row_d_prob->const_data_ptr<float>() : nullptr,
-                       .row_TK = row.const_data_ptr<int32_t>(),
-                       .faulty = faulty.const_data_ptr<int32_t>(),
-                       .out = out.mutable_data_ptr(),
-                       .d_prob_TK = d_prob ? d_prob->mutable_data_ptr<float>() : nullptr,
-                       .tokens = static_cast<int32_t>(row.size(0)),
-                       .choices = static_cast<int32_t>(row.size(1)),
-                       .hidden = static_cast<int32_t>(hidden),
-                       .stream = stream_of(row)});
+  const std::vector<Tensor> others{dy, words};
+  check_all_on(x, "backward", {&routing, &weights, &gate_up, &gradients, &into, &others});
+  arguments.launch = direction_launch(x, r, words, ctas, ahead);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  mok::sm90::launch_backward(arguments);
+}
+
+int64_t direction_words(int64_t rows, int64_t tokens, int64_t experts) {
+  STD_TORCH_CHECK(rows > 0 && tokens > 0 && experts > 0,
+                  "mok: direction_words needs rows, tokens and experts, got ",
+                  rows,
+                  ", ",
+                  tokens,
+                  ", ",
+                  experts);
+  return mok::direction_words(rows, tokens, experts);
 }
 
 mok::Role role_of(const std::string& name) {
@@ -362,19 +500,23 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
       "Tensor(d!) shared_start, Tensor(e!) shared_count, Tensor(f!) faulty, Tensor(g!) row, "
       "Tensor(h!) slot, "
       "Tensor(i!) row_prob) -> ()");
-  m.def("dispatch(Tensor[] tokens, Tensor row, Tensor(a!)[] rows) -> ()");
   m.def(
-      "combine(Tensor rows, Tensor? shared, Tensor row, Tensor faulty, Tensor? row_d_prob, "
-      "Tensor(a!) out, "
-      "Tensor(b!)? d_prob) -> ()");
+      "forward(Tensor x, Tensor[] routing, Tensor[] weights, Tensor(a!)[] into, Tensor(b!) words, "
+      "int ctas=0, int ahead=0) -> ()");
+  m.def(
+      "backward(Tensor x, Tensor dy, Tensor[] routing, Tensor[] weights, Tensor[] gate_up, "
+      "Tensor[] gradients, bool fp32, bool accumulate, Tensor(a!)[] into, Tensor(b!) words, "
+      "int ctas=0, int ahead=0) -> ()");
+  m.def("direction_words(int rows, int tokens, int experts) -> int");
   m.def("stream_matrices(Tensor[] matrices, str role) -> Tensor");
   m.def("take_route_fault(Tensor(a!) into) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("route", TORCH_BOX(&route));
-  m.impl("dispatch", TORCH_BOX(&dispatch));
-  m.impl("combine", TORCH_BOX(&combine));
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
+  m.impl("direction_words", TORCH_BOX(&direction_words));
   m.impl("stream_matrices", TORCH_BOX(&stream_matrices));
   m.impl("take_route_fault", TORCH_BOX(&take_route_fault));
 }

@@ -1,0 +1,67 @@
+// Host side of a direction: what forward and backward share.
+#pragma once
+
+#include "../device/plan_words.cuh"
+#include "direction.cuh"
+
+namespace mok::sm90 {
+
+inline int ctas_of(const DirectionLaunch& launch) {
+  return launch.ctas > 0 ? launch.ctas : sm_count(launch.device);
+}
+
+// Enough tiles of pass 0 before the first tile that waits for one: two for each CTA.
+inline int choose_ahead(const Routing& r, int n_tiles, const DirectionLaunch& launch) {
+  if (launch.ahead > 0) return std::min(launch.ahead, r.experts);
+  const int64_t slots = static_cast<int64_t>(r.tokens) * r.choices;
+  const int64_t rows = std::max<int64_t>(slots / r.experts, 1);
+  const int64_t tiles = (rows + kRowTile - 1) / kRowTile * n_tiles;
+  return static_cast<int>(
+      std::clamp<int64_t>((2 * ctas_of(launch) + tiles - 1) / tiles, 1, r.experts));
+}
+
+inline PlanShape plan_shape(const Routing& r, int passes) {
+  PlanShape s{};
+  s.passes = passes;
+  s.experts = r.experts;
+  s.tokens = r.tokens;
+  s.combine_tiles = tiles_of(r.tokens, kCombineTokens);
+  s.start = r.row_start;
+  s.count = r.row_count;
+  s.capacity = r.rows;
+  return s;
+}
+
+inline void place_words(DirectionParameters& p, int32_t* words) {
+  const PlanShape& s = p.plan.shape;
+  const PlanWords at = PlanWords::of(s.capacity, s.tokens, s.experts);
+  p.plan.first = words + at.first;
+  p.counters = {.tickets = reinterpret_cast<uint32_t*>(words),
+                .ready = words + at.ready,
+                .done0 = words + at.done0,
+                .done1 = words + at.done1,
+                .expert_done = words + at.expert_done,
+                .sums = words + at.sums};
+}
+
+// The table of pass `q`: of all routed experts, or of the shared one alone.
+inline void set_table(PassParameters& q, const void* table, const Matrix& weight, OperandBox box,
+                      const Routing& r, bool shared) {
+  q.table = static_cast<const CUtensorMap*>(table);
+  q.header = table_header(weight, box);
+  q.first_expert = shared ? r.experts : 0;
+  q.experts = shared ? 1 : r.experts;
+}
+
+template <class K>
+void launch_direction(const DirectionParameters& p, const DirectionLaunch& launch) {
+  launch_plan(p.plan.shape, launch.words, launch.stream);
+  const Launch plain{.tickets = nullptr,
+                     .ctas = launch.ctas,
+                     .tiling = 0,
+                     .device = launch.device,
+                     .stream = launch.stream};
+  launch_kernel<K>(p, plain);
+}
+
+}  // namespace mok::sm90

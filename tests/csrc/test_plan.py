@@ -1,0 +1,294 @@
+"""csrc/device/plan.cuh on the host: every tile once, causes first, and any set of CTAs finishes.
+
+A tile's causes are read off its fields, not off the plan's order: pass 1 waits for the pass 0 tiles
+of its row block, weight gradients for those of their expert, combine for pass 1 of every block
+(more than the rows of any token). Seeds are edits of plan.cuh that a check must notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import random
+import shutil
+import subprocess
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SOURCES = (
+    "csrc/arguments.h",
+    "csrc/device/schedule.cuh",
+    "csrc/device/plan.cuh",
+    "tests/csrc/plan_host.cpp",
+)
+COUNTS = (0, 0, 1, 64, 65, 128, 129, 700)
+FIELDS = 9  # expert, pass, m, n, row, rows, depth, fault, idle
+Tile = tuple[int, ...]
+Pass = tuple[int, int, int]  # m_tiles, n_tiles, depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    routed: list[Pass]
+    shared: list[Pass]
+    passes: int
+    ahead: int
+    tokens: int
+    combine_tiles: int
+    keep_empty: bool
+    start: list[int]
+    count: list[int]
+
+    @property
+    def experts(self) -> int:
+        return len(self.count)
+
+    def words(self) -> list[int]:
+        numbers = [word for one in self.routed + self.shared for word in one]
+        numbers += [self.passes, self.experts, self.ahead, self.tokens, self.combine_tiles]
+        return [*numbers, int(self.keep_empty), self.start[-1]]
+
+    def split(self, tile: Tile) -> tuple[bool, int]:
+        """Of the shared expert; the pass: 0 to passes - 1, or passes of combine."""
+        shared = tile[0] == self.experts and tile[1] > self.passes
+        return shared, tile[1] - (self.passes + 1 if shared else 0)
+
+    def blocks(self, expert: int) -> int:
+        if expert == self.experts:
+            return -(-self.tokens // 128)
+        return (self.start[expert + 1] - self.start[expert]) // 128
+
+
+def ints(values: list[int]) -> ctypes.Array[ctypes.c_int32]:
+    return (ctypes.c_int32 * len(values))(*values)
+
+
+class Planner:
+    def __init__(self, tree: pathlib.Path, old: str = "", new: str = "") -> None:
+        for source in SOURCES:
+            text = (ROOT / source).read_text()
+            if old and source.endswith("plan.cuh"):
+                assert text.count(old) == 1, f"the seed no longer fits: {old}"
+                text = text.replace(old, new)
+            (tree / source).parent.mkdir(parents=True, exist_ok=True)
+            (tree / source).write_text(text)
+        compiler = shutil.which("g++") or shutil.which("c++")
+        if compiler is None:
+            pytest.skip("needs a C++ compiler, found none")
+        command = [compiler, "-std=c++20", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+        command += [str(tree / SOURCES[-1]), "-o", str(tree / "plan.so")]
+        subprocess.run(command, check=True, timeout=120)
+        self.library = ctypes.CDLL(str(tree / "plan.so"))
+
+    def tiles(self, shape: Shape, draw: random.Random, walkers: int) -> list[Tile]:
+        """The tile of every ticket; tickets go to the walkers by chance."""
+        arrays = [ints(shape.words()), ints(shape.start), ints(shape.count)]
+        first = ints([0] * (shape.passes * (shape.experts + 1) + 2))
+        total = self.library.plan_first(*arrays, first)
+        tickets: list[list[int]] = [[] for _ in range(walkers)]
+        for ticket in range(total):
+            draw.choice(tickets).append(ticket)
+        found: dict[int, Tile] = {}
+        for mine in tickets:
+            out = ints([0] * (FIELDS * len(mine)))
+            self.library.plan_walk(*arrays, first, ints(mine), len(mine), out)
+            for i, ticket in enumerate(mine):
+                found[ticket] = tuple(out[FIELDS * i : FIELDS * (i + 1)])
+        return [found[ticket] for ticket in range(total)]
+
+
+def drawn(draw: random.Random) -> Shape:
+    experts, passes = draw.randint(1, 40), draw.choice((2, 4))
+    count = [draw.choice(COUNTS) for _ in range(experts)]
+    start = [0]
+    for rows in count:
+        start.append(start[-1] + -(-rows // 128) * 128 + 128 * (draw.random() < 0.05))
+
+    def passes_of(wanted: bool) -> list[Pass]:
+        row = [(0, draw.randint(1, 4) * wanted, draw.randint(1, 9)) for _ in range(2)]
+        weight = [
+            (draw.randint(1, 18), draw.randint(1, 3), 0)
+            if wanted and passes == 4 and draw.random() < 0.7
+            else (0, 0, 0)
+            for _ in range(2)
+        ]
+        return row + weight
+
+    return Shape(
+        routed=passes_of(True),
+        shared=passes_of(draw.random() < 0.5),
+        passes=passes,
+        ahead=draw.randint(0, experts + 3),  # 0, which no launch has, is slow and not wrong
+        tokens=draw.choice((1, 127, 128, 300)),
+        combine_tiles=draw.randint(1, 40),
+        keep_empty=draw.random() < 0.5,
+        start=start,
+        count=count,
+    )
+
+
+def expected(shape: Shape) -> Counter[Tile]:
+    tiles = [(shape.experts, shape.passes, m, 0, 0, 0, 0, 0, 0) for m in range(shape.combine_tiles)]
+    for expert in range(shape.experts + 1):
+        shared = expert == shape.experts
+        start = 0 if shared else shape.start[expert]
+        valid = shape.tokens if shared else shape.count[expert]
+        for which in range(shape.passes):
+            m_tiles, n_tiles, depth = (shape.shared if shared else shape.routed)[which]
+            number = which + (shape.passes + 1 if shared else 0)
+            rows_of, weight = shape.blocks(expert), m_tiles > 0
+            if weight:
+                rows_of = m_tiles if valid or shape.keep_empty else 0
+                depth = max(-(-valid // 64), 1)
+            for m in range(rows_of):
+                row = start if weight else start + 128 * m
+                rows = valid if weight else min(max(valid - 128 * m, 0), 128)
+                tiles += [(expert, number, m, n, row, rows, depth, 0, 0) for n in range(n_tiles)]
+    return Counter(tiles)
+
+
+Key = tuple[int, int]  # pass 0 or 1, and a block; or 2 and an expert
+
+
+def block_of(shape: Shape, tile: Tile) -> int:
+    return tile[4] // 128 + (shape.start[-1] // 128 if shape.split(tile)[0] else 0)
+
+
+def raised(shape: Shape, tile: Tile) -> list[Key]:
+    """Counters that the tile adds one to when it is done; as in direction.cuh announce."""
+    which = shape.split(tile)[1]
+    if which > 1:
+        return []
+    done = [(which, block_of(shape, tile))]
+    return [*done, (2, tile[0])] if which == 0 else done
+
+
+def awaited(shape: Shape, tile: Tile) -> dict[Key, int]:
+    """Counters that it waits for; as in direction.cuh input and combine_when_ready."""
+    shared, which = shape.split(tile)
+    tiles = (shape.shared if shared else shape.routed)[0][1]
+    if which == 0:
+        return {}
+    if which == shape.passes:
+        blocks = shape.start[-1] // 128
+        waits = {(1, block): shape.routed[1][1] for block in range(blocks)}
+        of_shared = shape.shared[1][1]
+        own = range(blocks, blocks + shape.blocks(shape.experts)) if of_shared else ()
+        return waits | {(1, block): of_shared for block in own}
+    if which == 1:
+        return {(0, block_of(shape, tile)): tiles}
+    return {(2, tile[0]): shape.blocks(tile[0]) * tiles}
+
+
+def check_visits(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
+    assert Counter(tiles) == expected(shape), "a tile is missing, wrong or there twice"
+
+
+def check_order(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
+    done: Counter[Key] = Counter()
+    combined = False
+    for ticket, tile in enumerate(tiles):
+        combine = shape.split(tile)[1] == shape.passes
+        assert combine or not combined, f"ticket {ticket} comes after a combine tile"
+        combined = combine
+        for key, count in awaited(shape, tile).items():
+            assert done[key] == count, f"ticket {ticket} {tile} waits for {key} of a later ticket"
+        done.update(raised(shape, tile))
+
+
+def check_progress(shape: Shape, tiles: list[Tile], draw: random.Random) -> None:
+    """k CTAs run, whatever the grid is; each holds tickets it took in order, and works on the
+    oldest. A step is any CTA's whose wait is over."""
+    for ctas, held in ((1, 1), (2, 1), (draw.randint(3, 9), draw.randint(1, 3))):
+        done: Counter[Key] = Counter()
+        holds: list[deque[int]] = [deque() for _ in range(ctas)]
+        taken = finished = 0
+        while finished < len(tiles):
+            for mine in draw.sample(holds, ctas):
+                while taken < len(tiles) and len(mine) < held:
+                    mine.append(taken)
+                    taken += 1
+            for mine in draw.sample(holds, ctas):
+                waits = awaited(shape, tiles[mine[0]]) if mine else {None: 1}
+                if all(done[key] >= count for key, count in waits.items()):
+                    done.update(raised(shape, tiles[mine.popleft()]))
+                    finished += 1
+                    break
+            else:
+                raise AssertionError(f"{ctas} CTAs stand still after {finished} of {len(tiles)}")
+
+
+Check = Callable[[Shape, list[Tile], random.Random], None]
+
+
+def run(planner: Planner, check: Check, seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        shape = drawn(draw)
+        check(shape, planner.tiles(shape, draw, draw.randint(1, 7)), draw)
+
+
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> Planner:
+    return Planner(tmp_path_factory.mktemp("plan"))
+
+
+@pytest.mark.parametrize(
+    ("check", "shapes"), [(check_visits, 60), (check_order, 60), (check_progress, 40)]
+)
+def test_random_shapes(planner: Planner, check: Check, shapes: int) -> None:
+    run(planner, check, range(shapes))
+
+
+STEADY = "Segment{ahead + step, 0} : Segment{step, inside}"
+SAYS = {check_visits: "a tile is", check_order: "of a later ticket", check_progress: "stand still"}
+SEEDS = {
+    "shared rest lost": (
+        "if (index < rest) return {s.experts, 1 + index};\n  index -= rest;",
+        "",
+        check_visits,
+    ),
+    "first in reverse": (
+        STEADY,
+        "Segment{s.experts - 1 - step, 0} : Segment{step, inside}",
+        check_order,
+    ),
+    "rest of a later expert": (
+        STEADY,
+        "Segment{ahead + step, 0} : Segment{steady - 1 - step, inside}",
+        check_progress,
+    ),
+    "combine twice, first too": (
+        "if (index == 0) return {s.experts, 0};",
+        "if (index == 0) return {s.experts, s.passes};",
+        check_progress,
+    ),
+    "an expert's rest twice": ("{steady + index / rest, 1", "{index / rest, 1", check_visits),
+    "no zeros for the empty": ("rows || s.keep_empty", "rows", check_visits),
+    "every block the first": ("tile.row += tile.m * kRowTile;", "", check_visits),
+    "shared as combine": (
+        "tile.pass += shape.passes + 1",
+        "tile.pass += shape.passes",
+        check_visits,
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seeded_fault_is_noticed(tmp_path: pathlib.Path, seed: str) -> None:
+    old, new, check = SEEDS[seed]
+    planner = Planner(tmp_path, old, new)
+    with pytest.raises(AssertionError, match=SAYS[check]):
+        run(planner, check, range(40))
+
+
+def test_rows_outside_the_contract_are_marked(planner: Planner) -> None:
+    draw = random.Random(3)
+    base = drawn(draw)
+    for start, count in (([0, 64, 256], [64, 128]), ([0, 128, 256], [129, 1])):
+        shape = Shape(**{**vars(base), "start": start, "count": count, "ahead": 1})
+        assert any(tile[7] for tile in planner.tiles(shape, draw, 1))
