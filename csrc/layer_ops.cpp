@@ -2,18 +2,14 @@
 // maps.
 //
 // ops.cpp is the same border for the products. There are two files because there are two stages,
-// each with its own arguments and rules, and one file for both would be too long to read; no third
-// file has torch headers.
+// each with its own arguments and rules, and one file for both would be too long to read; beside
+// tensor_checks.h, which they share, no other file has torch headers.
 //
 // Every op writes into tensors of the caller and never waits for the device. Checks run before the
 // device is asked.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <atomic>
 #include <optional>
@@ -21,75 +17,13 @@
 #include <vector>
 
 #include "arguments.h"
-#include "check.h"
 #include "direction_arguments.h"
 #include "layer_arguments.h"
+#include "tensor_checks.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-const char* name_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Int:
-      return "int32";
-    default:
-      return "another dtype";
-  }
-}
-
-std::string shape_of(const std::vector<int64_t>& extents) {
-  std::string text = "[";
-  for (size_t i = 0; i < extents.size(); ++i) {
-    text += (i ? ", " : "") + (extents[i] < 0 ? std::string("any") : std::to_string(extents[i]));
-  }
-  return text + "]";
-}
-
-std::string shape_of(const Tensor& t) {
-  std::vector<int64_t> extents;
-  for (int64_t i = 0; i < t.dim(); ++i) extents.push_back(t.size(i));
-  return shape_of(extents);
-}
-
-// A contiguous tensor of that dtype and shape, -1 taking any extent, at a multiple of `alignment`
-// bytes.
-void check_tensor(const Tensor& t, const char* name, ScalarType type,
-                  const std::vector<int64_t>& shape, uintptr_t alignment = 4) {
-  STD_TORCH_CHECK(t.scalar_type() == type,
-                  "mok: ",
-                  name,
-                  " must be ",
-                  name_of(type),
-                  ", got ",
-                  name_of(t.scalar_type()),
-                  "; convert it");
-  bool fits = t.dim() == static_cast<int64_t>(shape.size());
-  for (size_t i = 0; fits && i < shape.size(); ++i) {
-    fits = shape[i] < 0 || t.size(static_cast<int64_t>(i)) == shape[i];
-  }
-  STD_TORCH_CHECK(fits, "mok: ", name, " must have shape ", shape_of(shape), ", got ", shape_of(t));
-  STD_TORCH_CHECK(t.is_contiguous(),
-                  "mok: ",
-                  name,
-                  " must be contiguous, got shape ",
-                  shape_of(t),
-                  " with other strides; call contiguous()");
-  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
-  STD_TORCH_CHECK(address % alignment == 0,
-                  "mok: ",
-                  name,
-                  " must start at a multiple of ",
-                  alignment,
-                  " bytes, got address ",
-                  address,
-                  "; do not slice inside a row");
-}
+using namespace mok::border;
 
 void check_hidden(int64_t hidden) {
   STD_TORCH_CHECK(hidden > 0 && hidden % 64 == 0,
@@ -112,12 +46,6 @@ void check_device(const Tensor& first, const char* op, const std::vector<const T
                     ", got ",
                     t->is_cuda() ? t->get_device_index() : -1);
   }
-}
-
-void* stream_of(const Tensor& first) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.get_device_index(), &stream));
-  return stream;
 }
 
 // int32 [T, K] with as many tokens and choices as a launch can have.
@@ -309,17 +237,7 @@ void check_all_on(const Tensor& x, const char* op,
     }
   }
   check_device(x, op, all);
-  const mok::Fault* fault = mok::fault_record();
-  STD_TORCH_CHECK(fault == nullptr || fault->tag == 0,
-                  "mok: an earlier launch failed: ",
-                  mok::describe(static_cast<mok::Tag>(fault->tag)),
-                  " (CTA ",
-                  fault->cta,
-                  ", thread ",
-                  fault->thread,
-                  ", saw ",
-                  fault->value,
-                  "); this process cannot go on");
+  check_fault();
 }
 
 // into: rows, gate_up, activation, y; with a shared expert its gate_up, activation, y.

@@ -1,81 +1,27 @@
 // The border to torch for the grouped products: schemas, checks, stream, launch. Only this file and
-// layer_ops.cpp have torch headers (stable ABI).
+// layer_ops.cpp, and tensor_checks.h for both, have torch headers (stable ABI).
 //
 // Every op writes into tensors of the caller, reads the split of the rows on the device, and never
 // waits for it. Checks run before the device is asked, so that a wrong call says what is wrong on
 // any machine.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <string>
 #include <vector>
 
 #include "arguments.h"
-#include "check.h"
+#include "tensor_checks.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace mok::border;
 
-const char* name_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Byte:
-      return "uint8";
-    default:
-      return "another dtype";
-  }
-}
-
-std::string shape_of(const Tensor& t) {
-  std::string text = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.size(i));
-  return text + "]";
-}
-
-// A contiguous tensor of that dtype and shape; -1 takes any extent. 16-byte aligned, as the copy
-// engine needs.
-void check_tensor(const Tensor& t, const char* name, ScalarType type,
-                  const std::vector<int64_t>& shape) {
-  STD_TORCH_CHECK(t.scalar_type() == type,
-                  "mok: ",
-                  name,
-                  " must be ",
-                  name_of(type),
-                  ", got ",
-                  name_of(t.scalar_type()),
-                  "; convert it");
-  bool fits = t.dim() == static_cast<int64_t>(shape.size());
-  std::string wanted = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    fits = fits && (shape[i] < 0 || t.size(static_cast<int64_t>(i)) == shape[i]);
-    wanted += (i ? ", " : "") + (shape[i] < 0 ? std::string("any") : std::to_string(shape[i]));
-  }
-  STD_TORCH_CHECK(fits, "mok: ", name, " must have shape ", wanted, "], got ", shape_of(t));
-  STD_TORCH_CHECK(t.is_contiguous(),
-                  "mok: ",
-                  name,
-                  " must be contiguous, got shape ",
-                  shape_of(t),
-                  " with other strides; call contiguous()");
-  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
-  STD_TORCH_CHECK(address % 16 == 0,
-                  "mok: ",
-                  name,
-                  " must start at a multiple of 16 bytes, got address ",
-                  address,
-                  "; do not slice inside a row");
+// 16-byte aligned, as the copy engine needs.
+void check_operand(const Tensor& t, const char* name, ScalarType type,
+                   const std::vector<int64_t>& shape) {
+  check_tensor(t, name, type, shape, 16);
 }
 
 void check_columns(const Tensor& t, const char* name) {
@@ -104,7 +50,7 @@ void check_same_device(const Tensor& t, const char* name, const Tensor& first) {
 }
 
 int32_t check_table(const Tensor& table, const char* name) {
-  check_tensor(table, name, ScalarType::Byte, {-1, mok::kTensorMapBytes});
+  check_operand(table, name, ScalarType::Byte, {-1, mok::kTensorMapBytes});
   STD_TORCH_CHECK(table.size(0) >= 2,
                   "mok: ",
                   name,
@@ -117,26 +63,12 @@ int32_t check_table(const Tensor& table, const char* name) {
 mok::Rows rows_of(const Tensor& first, const Tensor& row_start, const Tensor& row_count,
                   int32_t experts) {
   check_rows(first, "the first argument");
-  check_tensor(row_start, "row_start", ScalarType::Int, {experts + 1});
-  check_tensor(row_count, "row_count", ScalarType::Int, {experts});
+  check_operand(row_start, "row_start", ScalarType::Int, {experts + 1});
+  check_operand(row_count, "row_count", ScalarType::Int, {experts});
   return {.start = row_start.const_data_ptr<int32_t>(),
           .count = row_count.const_data_ptr<int32_t>(),
           .experts = experts,
           .capacity = static_cast<int32_t>(first.size(0))};
-}
-
-void check_fault() {
-  const mok::Fault* fault = mok::fault_record();
-  STD_TORCH_CHECK(fault == nullptr || fault->tag == 0,
-                  "mok: an earlier launch failed: ",
-                  mok::describe(static_cast<mok::Tag>(fault->tag)),
-                  " (CTA ",
-                  fault->cta,
-                  ", thread ",
-                  fault->thread,
-                  ", saw ",
-                  fault->value,
-                  "); this process cannot go on");
 }
 
 void check_cuda(const Tensor& first, const char* op) {
@@ -157,7 +89,7 @@ void check_cuda(const Tensor& first, const char* op) {
 }
 
 mok::Launch launch_of(const Tensor& first, const Tensor& tickets, int64_t tiling, int64_t ctas) {
-  check_tensor(tickets, "tickets", ScalarType::Int, {2});
+  check_operand(tickets, "tickets", ScalarType::Int, {2});
   check_same_device(tickets, "tickets", first);
   STD_TORCH_CHECK(ctas >= 0 && ctas <= 65535, "mok: ctas must be 0 (all SMs) to 65535, got ", ctas);
   STD_TORCH_CHECK(
@@ -167,12 +99,6 @@ mok::Launch launch_of(const Tensor& first, const Tensor& tickets, int64_t tiling
           .tiling = static_cast<int32_t>(tiling),
           .device = first.get_device_index(),
           .stream = nullptr};
-}
-
-void* stream_of(const Tensor& first) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.get_device_index(), &stream));
-  return stream;
 }
 
 mok::Role role_of(const std::string& name) {
@@ -200,10 +126,10 @@ Tensor encode_matrices(const std::vector<Tensor>& matrices, const std::string& r
       role_name);
   std::vector<mok::Matrix> list;
   for (const Tensor& matrix : matrices) {
-    check_tensor(matrix,
-                 "every matrix",
-                 type,
-                 {first.dim() == 2 ? first.size(0) : -1, first.dim() == 2 ? first.size(1) : -1});
+    check_operand(matrix,
+                  "every matrix",
+                  type,
+                  {first.dim() == 2 ? first.size(0) : -1, first.dim() == 2 ? first.size(1) : -1});
     check_columns(matrix, "every matrix");
     STD_TORCH_CHECK(matrix.size(0) > 0 && matrix.size(0) % 64 == 0,
                     "mok: the rows of every matrix must be a positive multiple of 64, got ",
@@ -236,9 +162,9 @@ mok::ProductArguments product_arguments(const Tensor& a, const Tensor& weights,
                                         const Tensor& row_start, const Tensor& row_count,
                                         const Tensor& tickets, const Tensor& out, int64_t tiling,
                                         int64_t ctas, const char* op) {
-  check_tensor(a, "a", ScalarType::BFloat16, {-1, -1});
+  check_operand(a, "a", ScalarType::BFloat16, {-1, -1});
   check_columns(a, "a");
-  check_tensor(out, "out", ScalarType::BFloat16, {a.size(0), -1});
+  check_operand(out, "out", ScalarType::BFloat16, {a.size(0), -1});
   check_columns(out, "out");
   const int32_t experts = check_table(weights, "weights");
   const mok::Rows rows = rows_of(a, row_start, row_count, experts);
@@ -277,12 +203,12 @@ void grouped_input_gradient(const Tensor& a, const Tensor& weights, const Tensor
 void grouped_up(const Tensor& x, const Tensor& weights, const Tensor& prob, const Tensor& row_start,
                 const Tensor& row_count, const Tensor& tickets, const Tensor& gate_up,
                 const Tensor& activation, int64_t tiling, int64_t ctas) {
-  check_tensor(x, "x", ScalarType::BFloat16, {-1, -1});
+  check_operand(x, "x", ScalarType::BFloat16, {-1, -1});
   check_columns(x, "x");
-  check_tensor(activation, "activation", ScalarType::BFloat16, {x.size(0), -1});
+  check_operand(activation, "activation", ScalarType::BFloat16, {x.size(0), -1});
   check_columns(activation, "activation");
-  check_tensor(gate_up, "gate_up", ScalarType::BFloat16, {x.size(0), 2 * activation.size(1)});
-  check_tensor(prob, "prob", ScalarType::Float, {x.size(0)});
+  check_operand(gate_up, "gate_up", ScalarType::BFloat16, {x.size(0), 2 * activation.size(1)});
+  check_operand(prob, "prob", ScalarType::Float, {x.size(0)});
   const int32_t experts = check_table(weights, "weights");
   const mok::Rows rows = rows_of(x, row_start, row_count, experts);
   mok::Launch launch = launch_of(x, tickets, tiling, ctas);
@@ -308,17 +234,17 @@ void grouped_down_gradient(const Tensor& dy, const Tensor& weights, const Tensor
                            const Tensor& tickets, const Tensor& d_gate_up, const Tensor& activation,
                            const Tensor& prob_parts, const Tensor& d_prob, int64_t tiling,
                            int64_t ctas) {
-  check_tensor(dy, "dy", ScalarType::BFloat16, {-1, -1});
+  check_operand(dy, "dy", ScalarType::BFloat16, {-1, -1});
   check_columns(dy, "dy");
   const int64_t capacity = dy.size(0);
-  check_tensor(activation, "activation", ScalarType::BFloat16, {capacity, -1});
+  check_operand(activation, "activation", ScalarType::BFloat16, {capacity, -1});
   check_columns(activation, "activation");
   const int64_t width = activation.size(1);
-  check_tensor(gate_up, "gate_up", ScalarType::BFloat16, {capacity, 2 * width});
-  check_tensor(d_gate_up, "d_gate_up", ScalarType::BFloat16, {capacity, 2 * width});
-  check_tensor(prob, "prob", ScalarType::Float, {capacity});
-  check_tensor(prob_parts, "prob_parts", ScalarType::Float, {capacity, width / mok::kPartColumns});
-  check_tensor(d_prob, "d_prob", ScalarType::Float, {capacity});
+  check_operand(gate_up, "gate_up", ScalarType::BFloat16, {capacity, 2 * width});
+  check_operand(d_gate_up, "d_gate_up", ScalarType::BFloat16, {capacity, 2 * width});
+  check_operand(prob, "prob", ScalarType::Float, {capacity});
+  check_operand(prob_parts, "prob_parts", ScalarType::Float, {capacity, width / mok::kPartColumns});
+  check_operand(d_prob, "d_prob", ScalarType::Float, {capacity});
   const int32_t experts = check_table(weights, "weights");
   const mok::Rows rows = rows_of(dy, row_start, row_count, experts);
   mok::Launch launch = launch_of(dy, tickets, tiling, ctas);
@@ -354,9 +280,9 @@ void grouped_weight_gradient(const Tensor& a, const Tensor& b, const Tensor& tab
                              const std::vector<Tensor>& gradients, const Tensor& row_start,
                              const Tensor& row_count, const Tensor& tickets, bool accumulate,
                              int64_t tiling, int64_t ctas) {
-  check_tensor(a, "a", ScalarType::BFloat16, {-1, -1});
+  check_operand(a, "a", ScalarType::BFloat16, {-1, -1});
   check_columns(a, "a");
-  check_tensor(b, "b", ScalarType::BFloat16, {a.size(0), -1});
+  check_operand(b, "b", ScalarType::BFloat16, {a.size(0), -1});
   check_columns(b, "b");
   const int32_t experts = check_table(table, "table");
   STD_TORCH_CHECK(gradients.size() == static_cast<size_t>(experts) && experts > 0,
@@ -369,7 +295,7 @@ void grouped_weight_gradient(const Tensor& a, const Tensor& b, const Tensor& tab
                   "mok: gradients must be bfloat16 or float32, got ",
                   name_of(type));
   for (const Tensor& gradient : gradients) {
-    check_tensor(gradient, "every gradient", type, {a.size(1), b.size(1)});
+    check_operand(gradient, "every gradient", type, {a.size(1), b.size(1)});
     check_same_device(gradient, "every gradient", a);
   }
   const mok::Rows rows = rows_of(a, row_start, row_count, experts);

@@ -10,7 +10,7 @@
 // weight gradients that the backward kernel leaves out.
 #pragma once
 
-#include "epilogue.cuh"
+#include "units.cuh"
 
 namespace mok::sm90 {
 

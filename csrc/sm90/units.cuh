@@ -1,0 +1,225 @@
+// From accumulators to global memory, through a ring of units. A unit is kKinds boxes of 64 rows:
+// one for most epilogues, gate, up and activation for the gradient of SwiGLU.
+//
+// A tile's output is a fixed sequence of units, the same for every role: for each column unit, for
+// each of the two slabs of 64 rows. fetch brings old values into units that need them (only in
+// kernels with a pass that reads), multiply fills a unit, store sends it. Units outside the problem
+// pass through all hands empty. A slab with fewer than 64 valid rows is copied row by row, by
+// store's lanes: padding is never written. (Not by multiply, whose code the unrolled units repeat:
+// it must stay in the instruction cache.)
+//
+// Every output element is written exactly once, by one thread's value: no atomics, no order.
+//
+// Parities: unit number i of the whole sequence is use i / kUnitSlots of slot i % kUnitSlots, for
+// all roles; a tile of a pass has kUnitsPerTile of that pass, which all know from the tile.
+//
+// - unit_drained completes phase u when the copy engine has read use u (store arrives). Who fills
+//   use u waits for phase u - 1, parity (u & 1) ^ 1: fetch where the kernel reads, else multiply.
+// - unit_ready (kernels that read): fetch arrives once for each use, with or without bytes;
+//   multiply waits for phase u.
+// - unit_filled: four warps arrive once for each use; store waits for phase u.
+// - fill_turn[w] completes phase c when the four warps of the other warpgroup have filled all units
+//   of their tile; waited for like products_turn. Without it a warpgroup that skips the other's
+//   units could wait for a phase two behind the one it needs, whose parity is the same, and pass.
+//   With it, who waits for use u has seen use u - 1 filled, which had itself waited for phase u - 2
+//   of unit_drained and for phase u - 1 of unit_ready.
+//
+// store lets kLag units be under way before it frees the oldest. Whoever waits for a slot waits for
+// the unit kUnitSlots before it, which store has taken or will take: kLag < kUnitSlots.
+//
+// Where other CTAs wait for a tile, store announces it: once all its copies are complete, and
+// before store waits for anything that may take long, so that no cycle of waits can close.
+#pragma once
+
+#include "epilogue.cuh"
+
+namespace mok::sm90 {
+
+template <class G>
+constexpr int kUnitsPerTile = 2 * G::Epilogue::kUnits;
+
+template <class G>
+__device__ __forceinline__ int first_output_row(const Tile& tile, int slab) {
+  return (kOverRows<G::kProduct> ? tile.m * BLOCK_M : tile.row) + slab * kSlab;
+}
+
+// A warp copies the valid rows of a box.
+template <int WIDTH>
+__device__ __forceinline__ void copy_rows(uint32_t box, const Place& place, int first, int rows) {
+  constexpr int kPieces = WIDTH / 8;  // of a row
+  const int lane = threadIdx.x % 32, piece = lane % kPieces;
+  __nv_bfloat16* const to = place.base + place.column + piece * 8;
+  for (int r = lane / kPieces; r < rows; r += 32 / kPieces) {
+    const int swizzle = WIDTH == 64 ? r & 7 : r >> 1 & 3;
+    const uint4 v = load_shared_16(box + r * 2 * WIDTH + ((piece ^ swizzle) << 4));
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(first + r) * place.stride) = v;
+  }
+}
+
+template <class K>
+struct Filler {  // multiply's part
+  typename K::Storage& storage;
+  Fault* fault;
+  const int warpgroup, warp, lane;  // warp: of four
+  Ring<K::Storage::kUnitSlots> ring{};
+
+  template <class G>
+  __device__ __forceinline__ void skip() {
+    ring.advance(kUnitsPerTile<G>);
+  }
+
+  __device__ __forceinline__ void await_turn(uint32_t turn) {
+    wait(storage.fill_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), fault, Tag::kFillTurn);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
+  }
+
+  template <class G, class Accumulators>
+  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
+                                      const Accumulators& d) {
+    await_turn(turn);
+#pragma unroll
+    for (int unit = 0; unit < G::Epilogue::kUnits; ++unit) {
+#pragma unroll
+      for (int slab = 0; slab < 2; ++slab) {
+        fill<G>(p, tile, d[slab], unit, slab);
+        ring.advance();
+      }
+    }
+    pass_turn();
+  }
+
+  template <class G>
+  __device__ __forceinline__ void fill(const PassParameters& p, const Tile& tile, const float* d,
+                                       int unit, int slab) {
+    using E = typename G::Epilogue;
+    const int rows = slab_rows<G>(p, tile, slab), first = first_output_row<G>(tile, slab);
+    if constexpr (K::kReads) {
+      wait(storage.unit_ready[ring.slot()], ring.phase(), fault, Tag::kMultiplyUnit);
+    } else {
+      wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, fault, Tag::kMultiplyUnit);
+    }
+    const uint32_t at = shared_address(storage.unit[ring.slot()]);
+    float part[2];  // sums over a row, of epilogues that have them
+    if (rows > 0 && E::live(p, tile, unit)) {
+      E::write(p, tile, d, unit, at, warp, lane, first + warp * 16 + (lane >> 2), part);
+    }
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) arrive(storage.unit_filled[ring.slot()]);
+    // Not before: the fence would wait until these stores have arrived in memory.
+    if constexpr (E::kSums) {
+      if (rows > 0 && E::live(p, tile, unit)) {
+        E::write_sums(p, tile, part, unit, warp, lane, first, rows);
+      }
+    }
+  }
+};
+
+template <class K>
+__device__ __forceinline__ void fetch(const typename K::Parameters& p,
+                                      typename K::Storage& storage) {
+  TileReader<K, false> tiles{storage, p.fault};
+  Ring<K::Storage::kUnitSlots> ring;
+  for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next()) {
+    if (tile.depth == 0) continue;
+    K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
+      using G = decltype(g);
+      using E = typename G::Epilogue;
+      for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
+        const int slab = i % 2, unit = i / 2;
+        wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kFetchUnit);
+        uint64_t& ready = storage.unit_ready[ring.slot()];
+        if constexpr (E::kReads) {
+          if (E::live(q, tile, unit) && slab_rows<G>(q, tile, slab) > 0) {
+            E::bring(q,
+                     tile,
+                     unit,
+                     shared_address(storage.unit[ring.slot()]),
+                     first_output_row<G>(tile, slab),
+                     ready);
+            continue;
+          }
+        }
+        arrive(ready);
+      }
+    });
+  }
+}
+
+template <class K>
+struct Store {  // a warp; lane 0 has the copies of whole slabs
+  static constexpr int kSlots = K::Storage::kUnitSlots;
+  static constexpr int kFew = K::kReads && kSlots < 3 ? 0 : 1, kLag = kSlots < 8 ? kFew : 3;
+  static_assert(kLag < kSlots, "multiply would wait for a unit that store holds");
+
+  const typename K::Parameters& p;
+  typename K::Storage& storage;
+  Ring<kSlots> ring{}, oldest{};
+  int under_way = 0;
+  bool owed = false;  // `sent` is not announced yet
+  Tile sent{};
+
+  static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
+
+  __device__ __forceinline__ void run() {
+    TileReader<K, true> tiles{storage, p.fault};
+    for (;;) {
+      if (owed && !__any_sync(~0u, tiles.ready())) settle<0>();
+      const Tile tile = tiles.next();
+      if (tile.last()) break;
+      if (tile.depth == 0) continue;
+      K::with_pass(p, tile, [&](auto g, const PassParameters& q) { send<decltype(g)>(q, tile); });
+      if constexpr (K::kAnnounces) {
+        sent = tile;
+        owed = true;
+      }
+    }
+    if (owed) settle<0>();
+    bulk_wait<0>();
+  }
+
+  template <int PENDING>
+  __device__ __forceinline__ void settle() {
+    bulk_wait<PENDING>();
+    __syncwarp();  // rows that other lanes have copied
+    if (leads()) K::announce(p, sent);
+    owed = false;
+  }
+
+  template <class G>
+  __device__ __forceinline__ void send(const PassParameters& q, const Tile& tile) {
+    using E = typename G::Epilogue;
+    for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
+      const int slab = i % 2, unit = i / 2;
+      if (owed && !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
+        settle<0>();
+      }
+      wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
+      const uint32_t at = shared_address(storage.unit[ring.slot()]);
+      const int rows = E::live(q, tile, unit) ? slab_rows<G>(q, tile, slab) : 0;
+      const int first = first_output_row<G>(tile, slab);
+      if (rows == kSlab) {
+        if (leads()) E::send(q, tile, unit, at, first);
+      } else if constexpr (!kOverRows<G::kProduct>) {
+        for (int kind = 0; kind < E::kKinds && rows > 0; ++kind) {
+          copy_rows<E::kWidth>(
+              at + kind * (E::kUnitBytes / E::kKinds), E::place(q, tile, unit, kind), first, rows);
+        }
+      }
+      bulk_commit();
+      if (owed) settle<1>();
+      __syncwarp();
+      if (under_way < kLag) {
+        ++under_way;
+        continue;
+      }
+      bulk_wait_read<kLag>();
+      if (leads()) arrive(storage.unit_drained[oldest.slot()]);
+      oldest.advance();
+    }
+  }
+};
+
+}  // namespace mok::sm90

@@ -1,0 +1,104 @@
+// What ops.cpp and layer_ops.cpp, the two files of the border to torch, ask of every tensor. An
+// error says rule, value and remedy.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+namespace mok::border {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline const char* name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Byte:
+      return "uint8";
+    default:
+      return "another dtype";
+  }
+}
+
+inline std::string shape_of(const std::vector<int64_t>& extents) {
+  std::string text = "[";
+  for (size_t i = 0; i < extents.size(); ++i) {
+    text += (i ? ", " : "") + (extents[i] < 0 ? std::string("any") : std::to_string(extents[i]));
+  }
+  return text + "]";
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::vector<int64_t> extents;
+  for (int64_t i = 0; i < t.dim(); ++i) extents.push_back(t.size(i));
+  return shape_of(extents);
+}
+
+// A contiguous tensor of that dtype and shape, -1 taking any extent, at a multiple of `alignment`
+// bytes.
+inline void check_tensor(const Tensor& t, const char* name, ScalarType type,
+                         const std::vector<int64_t>& shape, uintptr_t alignment = 4) {
+  STD_TORCH_CHECK(t.scalar_type() == type,
+                  "mok: ",
+                  name,
+                  " must be ",
+                  name_of(type),
+                  ", got ",
+                  name_of(t.scalar_type()),
+                  "; convert it");
+  bool fits = t.dim() == static_cast<int64_t>(shape.size());
+  for (size_t i = 0; fits && i < shape.size(); ++i) {
+    fits = shape[i] < 0 || t.size(static_cast<int64_t>(i)) == shape[i];
+  }
+  STD_TORCH_CHECK(fits, "mok: ", name, " must have shape ", shape_of(shape), ", got ", shape_of(t));
+  STD_TORCH_CHECK(t.is_contiguous(),
+                  "mok: ",
+                  name,
+                  " must be contiguous, got shape ",
+                  shape_of(t),
+                  " with other strides; call contiguous()");
+  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  STD_TORCH_CHECK(address % alignment == 0,
+                  "mok: ",
+                  name,
+                  " must start at a multiple of ",
+                  alignment,
+                  " bytes, got address ",
+                  address,
+                  "; do not slice inside a row");
+}
+
+inline void check_fault() {
+  const mok::Fault* fault = mok::fault_record();
+  STD_TORCH_CHECK(fault == nullptr || fault->tag == 0,
+                  "mok: an earlier launch failed: ",
+                  mok::describe(static_cast<mok::Tag>(fault->tag)),
+                  " (CTA ",
+                  fault->cta,
+                  ", thread ",
+                  fault->thread,
+                  ", saw ",
+                  fault->value,
+                  "); this process cannot go on");
+}
+
+inline void* stream_of(const Tensor& first) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(first.get_device_index(), &stream));
+  return stream;
+}
+
+}  // namespace mok::border
