@@ -1,11 +1,12 @@
-// What ops.cpp and layer_ops.cpp, the two files of the border to torch, ask of every tensor. An
-// error says rule, value and remedy.
+// What ops.cpp, layer_ops.cpp and table_ops.cpp, the files of the border to torch, ask of every
+// tensor. An error says rule, value and remedy.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
 #include <string>
@@ -17,6 +18,7 @@ namespace mok::border {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Extents = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline const char* name_of(ScalarType type) {
   switch (type) {
@@ -33,7 +35,7 @@ inline const char* name_of(ScalarType type) {
   }
 }
 
-inline std::string shape_of(const std::vector<int64_t>& extents) {
+inline std::string shape_of(Extents extents) {
   std::string text = "[";
   for (size_t i = 0; i < extents.size(); ++i) {
     text += (i ? ", " : "") + (extents[i] < 0 ? std::string("any") : std::to_string(extents[i]));
@@ -41,16 +43,12 @@ inline std::string shape_of(const std::vector<int64_t>& extents) {
   return text + "]";
 }
 
-inline std::string shape_of(const Tensor& t) {
-  std::vector<int64_t> extents;
-  for (int64_t i = 0; i < t.dim(); ++i) extents.push_back(t.size(i));
-  return shape_of(extents);
-}
+inline std::string shape_of(const Tensor& t) { return shape_of(t.sizes()); }
 
 // A contiguous tensor of that dtype and shape, -1 taking any extent, at a multiple of `alignment`
 // bytes.
-inline void check_tensor(const Tensor& t, const char* name, ScalarType type,
-                         const std::vector<int64_t>& shape, uintptr_t alignment = 4) {
+inline void check_tensor(const Tensor& t, const char* name, ScalarType type, Extents shape,
+                         uintptr_t alignment = 4) {
   STD_TORCH_CHECK(t.scalar_type() == type,
                   "mok: ",
                   name,
@@ -59,10 +57,9 @@ inline void check_tensor(const Tensor& t, const char* name, ScalarType type,
                   ", got ",
                   name_of(t.scalar_type()),
                   "; convert it");
-  bool fits = t.dim() == static_cast<int64_t>(shape.size());
-  for (size_t i = 0; fits && i < shape.size(); ++i) {
-    fits = shape[i] < 0 || t.size(static_cast<int64_t>(i)) == shape[i];
-  }
+  const Extents extents = t.sizes();
+  bool fits = extents.size() == shape.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || extents[i] == shape[i];
   STD_TORCH_CHECK(fits, "mok: ", name, " must have shape ", shape_of(shape), ", got ", shape_of(t));
   STD_TORCH_CHECK(t.is_contiguous(),
                   "mok: ",
@@ -79,6 +76,23 @@ inline void check_tensor(const Tensor& t, const char* name, ScalarType type,
                   " bytes, got address ",
                   address,
                   "; do not slice inside a row");
+}
+
+inline void check_device(const Tensor& first, const char* op,
+                         const std::vector<const Tensor*>& others) {
+  STD_TORCH_CHECK(first.is_cuda(),
+                  "mok: ",
+                  op,
+                  " needs CUDA tensors, got another device; use the reference backend");
+  for (const Tensor* t : others) {
+    STD_TORCH_CHECK(t->is_cuda() && t->get_device_index() == first.get_device_index(),
+                    "mok: every argument of ",
+                    op,
+                    " must be on the device of the first, ",
+                    first.get_device_index(),
+                    ", got ",
+                    t->is_cuda() ? t->get_device_index() : -1);
+  }
 }
 
 inline void check_fault() {

@@ -43,21 +43,24 @@ class FreshGradients:
 
 
 class FusedMoE(torch.autograd.Function):
-    """x_TH, expert_TK, prob_TK, *weights -> y_TH, through a backend's explicit forward and
-    backward."""
+    """x_TH, expert_TK, prob_TK, *flat -> y_TH, through a backend's explicit forward and backward.
+
+    `weights` is what `flat`, which autograd must see one by one, was made of.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         backend: Backend,
         store: GradientStore,
+        weights: Weights,
         x_TH: Tensor,
         expert_TK: Tensor,
         prob_TK: Tensor,
         *flat: Tensor,
     ) -> Tensor:
         """One call of backend.forward; shapes as in contract.Backend."""
-        y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, Weights.of(flat, backend.shape))
+        y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, weights)
         ctx.backend, ctx.store, ctx.host = backend, store, context.host
         ctx.num_weights = len(flat)
         ctx.save_for_backward(*flat, *context.tensors)
@@ -71,11 +74,12 @@ class FusedMoE(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: recompute refills it at the first reading only
         flat, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
         weights = Weights.of(flat, backend.shape)
-        into = store.open(weights, tuple(ctx.needs_input_grad[5:]), backend.shape)
+        into = store.open(weights, ctx.needs_input_grad[6:], backend.shape)
         gradients = backend.backward(
             Context(tensors=saved, host=ctx.host), dy_TH.contiguous(), weights, into
         )
         return (
+            None,
             None,
             None,
             gradients.dx_TH,
@@ -100,7 +104,9 @@ def fused_moe(
     tensors).
     """
     store = store or FreshGradients()
-    y_TH: Tensor = FusedMoE.apply(backend, store, x_TH, expert_TK, prob_TK, *weights.flat())
+    y_TH: Tensor = FusedMoE.apply(
+        backend, store, weights, x_TH, expert_TK, prob_TK, *weights.flat()
+    )
     return y_TH
 
 

@@ -28,12 +28,7 @@ from torch import Tensor
 from mok_megatron import backends, plugin
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
-from mok_megatron.parameters import (
-    MainGradients,
-    check_owners,
-    read_weights,
-    run_forward_pre_hooks,
-)
+from mok_megatron.parameters import ExpertModules
 
 
 class MokTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
@@ -56,6 +51,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         # The constructor knows its own dispatchers only; the subclass has no state of its own.
         self.token_dispatcher.__class__ = MokTokenDispatcher
         self._backend: Backend | None = None
+        self._owners: ExpertModules | None = None
 
     @property
     def fuses_shared_experts(self) -> bool:
@@ -82,7 +78,6 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 ep_size=self.config.num_moe_experts // self.num_local_experts,
                 dtype=weights.w1[0].dtype,
             )
-            check_owners(self.experts, self.shared_experts if self.fuses_shared_experts else None)
             name = plugin.settings().backend
             self._backend, reason = backends.choose(name, shape, device, self.ep_group)
             _announce(
@@ -128,8 +123,11 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         )
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
 
-        run_forward_pre_hooks(fused_shared, self.experts)
-        weights = read_weights(self.experts, fused_shared)
+        owners = self._owners
+        if owners is None or not owners.still(self.experts, fused_shared):
+            owners = self._owners = ExpertModules(self.experts, fused_shared)
+        owners.run_forward_pre_hooks()
+        weights = owners.weights
         expert_TK, prob_TK = top_k_choices(
             probs_TE, routing_map_TE, self.config.moe_router_topk, weights.w1[0].dtype
         )
@@ -139,7 +137,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             prob_TK,
             weights,
             self.backend(weights, hidden_states.device),
-            MainGradients(weights),
+            owners.store,
         )
         output = y_TH.view(hidden_states.shape)
         return output if shared_output is None else output + shared_output

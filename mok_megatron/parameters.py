@@ -1,8 +1,10 @@
 """Megatron's own expert modules -> weight tensors, and back: pre-hooks before use, gradients after.
 
 Megatron's modules stay the owners: they made the parameters, initialised them, name them in
-checkpoints and give them to DDP and the optimizer. This file reads the tensors out of them at every
-call, because DDP and the distributed optimizer re-point `param.data` after the layer is built.
+checkpoints and give them to DDP and the optimizer. This file reads the parameters out of them at
+every call. The walk to them is kept, and made again when a module or parameter was exchanged; their
+addresses are looked up by who uses them, since DDP and the distributed optimizer re-point
+`param.data` after the layer is built.
 
 A fused layer never calls `linear_fc1.forward`, so two things that hang on that call are done here
 instead:
@@ -16,8 +18,11 @@ instead:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -88,13 +93,14 @@ def check_owners(experts: nn.Module, shared_experts: nn.Module | None) -> None:
             )
 
 
-def run_forward_pre_hooks(*modules: nn.Module | None) -> None:
-    """Call Megatron's forward pre-hooks of the modules and of all modules inside, in order.
+def run_forward_pre_hooks(*modules: nn.Module | None, inside: bool = True) -> None:
+    """Call Megatron's forward pre-hooks of the modules, and of all modules inside, in order.
 
     They wait for parameters and look at nothing else, so they get no inputs. A pre-hook of somebody
     else wants the inputs of a forward that does not run: raises TypeError.
     """
-    for module in chain.from_iterable(m.modules() for m in modules if m is not None):
+    every = (m.modules() if inside else (m,) for m in modules if m is not None)
+    for module in chain.from_iterable(every):
         for hook in list(module._forward_pre_hooks.values()):
             if not hook.__module__.startswith("megatron.core.distributed"):
                 raise TypeError(
@@ -106,20 +112,78 @@ def run_forward_pre_hooks(*modules: nn.Module | None) -> None:
             hook(module, ())
 
 
+class ExpertModules:
+    """The modules that own a layer's expert weights, and what hangs on them, walked once.
+
+    `experts` and `shared_experts` as in read_weights and check_owners, which raise from here.
+    """
+
+    def __init__(self, experts: nn.Module, shared_experts: nn.Module | None) -> None:
+        check_owners(experts, shared_experts)
+        self.weights = read_weights(experts, shared_experts)
+        self.store = MainGradients(self.weights)
+        roots = [m for m in (shared_experts, experts) if m is not None]
+        self._roots = experts, shared_experts
+        self._modules = [*chain.from_iterable(m.modules() for m in roots)]
+        self._held: list[Any] = [
+            held for m in self._modules for held in (m._modules, m._parameters)
+        ]
+        self._inside = self._now_inside()
+
+    def still(self, experts: nn.Module, shared_experts: nn.Module | None) -> bool:
+        """Whether they are the same modules, with the same modules and parameters inside."""
+        return (
+            self._roots[0] is experts
+            and self._roots[1] is shared_experts
+            and _same(self._now_inside(), self._inside)
+        )
+
+    def run_forward_pre_hooks(self) -> None:
+        """See there. Whether a module has a hook is seen at every call: DDP registers them late."""
+        with_hooks = [m for m in self._modules if m._forward_pre_hooks]
+        if with_hooks:
+            run_forward_pre_hooks(*with_hooks, inside=False)
+
+    def _now_inside(self) -> list[Any]:
+        """Every child and every parameter, module by module."""
+        return [*chain.from_iterable(map(dict.values, self._held))]
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """The same objects: tensors must not be compared by value."""
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What `open` found, and made of it for `close` too."""
+
+    needed: tuple[bool, ...]
+    main_grads: list[Tensor | None]
+    into: WeightGradients
+    zeros: tuple[Tensor | None, ...]  # None: not wanted
+
+
 class MainGradients:
     """Weight gradients in Megatron's `main_grad` where a parameter has one, else in new memory.
 
     The parameters are held here, not read back from autograd: saved-tensor hooks may hand out
-    copies, which do not carry `main_grad`.
+    copies, which do not carry `main_grad`. The last main_grads are held too, and a backward that
+    finds the same ones again gets the same record.
     """
 
     def __init__(self, parameters: Weights) -> None:
         self.parameters = parameters.flat()
+        self._last: _Opened | None = None
 
     def open(self, weights: Weights, needed: tuple[bool, ...], shape: MoEShape) -> WeightGradients:
         """main_grad of each parameter that wants a gradient; zeros where only some of them have
         one."""
         main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
+        last = self._last
+        if last is not None and last.needed == needed and _same(main_grads, last.main_grads):
+            return last.into
+        self._last = None
         if all(g is None for g in main_grads):
             return FreshGradients().open(weights, needed, shape)
         flat: list[Tensor | None] = []
@@ -130,10 +194,28 @@ class MainGradients:
                 flat.append(torch.zeros_like(parameter))
             else:
                 flat.append(main_grad)
-        return WeightGradients.of(tuple(flat), shape, accumulate=True)
+        into = WeightGradients.of(tuple(flat), shape, accumulate=True)
+        if all(g is not None or not wanted for g, wanted in zip(main_grads, needed, strict=True)):
+            zeros = tuple(
+                _zeros(p.shape, p.dtype, p.device) if wanted else None
+                for p, wanted in zip(self.parameters, needed, strict=True)
+            )
+            self._last = _Opened(needed=needed, main_grads=main_grads, into=into, zeros=zeros)
+        return into
 
     def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
-        """For a parameter with main_grad: the flag, and a stand-in of its shape and dtype."""
+        """For a parameter with main_grad: the flag, and a stand-in of its shape and dtype.
+
+        Never the weight itself: autograd keeps what it is given as `.grad` and may add to it in
+        place. Zeros made once for all that are alike, each time as a tensor of its own, since
+        autograd copies what somebody else holds.
+        """
+        last = self._last
+        if last is not None and last.into is into:
+            for parameter, zeros in zip(self.parameters, last.zeros, strict=True):
+                if zeros is not None:
+                    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            return tuple(None if zeros is None else zeros.data for zeros in last.zeros)
         gradients = FreshGradients().close(weights, into)
         return tuple(
             _stand_in(p) if g is not None and g is getattr(p, "main_grad", None) else g
@@ -142,12 +224,8 @@ class MainGradients:
 
 
 def _stand_in(parameter: Any) -> Tensor:
-    """Zeros of the parameter's shape and dtype, made once for all that are alike.
-
-    Never the weight itself: autograd keeps what it is given as `.grad` and may add to it in place.
-    """
     parameter.grad_added_to_main_grad = True
-    return _zeros(parameter.shape, parameter.dtype, parameter.device).detach()
+    return _zeros(parameter.shape, parameter.dtype, parameter.device).data
 
 
 @cache

@@ -12,6 +12,7 @@ from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import MoEShape, Weights
 from mok_megatron.function import fused_moe
 from mok_megatron.parameters import (
+    ExpertModules,
     MainGradients,
     check_owners,
     read_weights,
@@ -202,3 +203,99 @@ def test_modules_that_do_more_than_own_weights_are_refused(change: Any, words: s
 def test_an_unknown_expert_module_is_named() -> None:
     with pytest.raises(TypeError, match=r"SequentialMLP or TEGroupedMLP .* got Linear"):
         read_weights(nn.Linear(2, 2), None)
+
+
+# What is kept from call to call.
+
+
+def _experts(count: int = 3) -> nn.Module:
+    """In the form of SequentialMLP, of modules that check_owners takes."""
+    made = nn.Module()
+    made.local_experts = nn.ModuleList()
+    for _ in range(count):
+        mlp = nn.Module()
+        mlp.linear_fc1, mlp.linear_fc2 = nn.Linear(4, 8), nn.Linear(4, 4)
+        made.local_experts.append(mlp)
+    return made
+
+
+def _another_parameter(experts: Any) -> None:
+    experts.local_experts[1].linear_fc2.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def _another_linear(experts: Any) -> None:
+    experts.local_experts[2].linear_fc1 = nn.Linear(4, 8)
+
+
+def _another_expert(experts: Any) -> None:
+    experts.local_experts[0] = _experts(1).local_experts[0]
+
+
+def _one_expert_more(experts: Any) -> None:
+    experts.local_experts.append(_experts(1).local_experts[0])
+
+
+def _something_inside(experts: Any) -> None:
+    experts.local_experts[1].linear_fc1.inside = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_another_parameter, _another_linear, _another_expert, _one_expert_more, _something_inside],
+)
+def test_an_exchanged_module_or_parameter_ends_the_walk(change: Any) -> None:
+    experts = _experts()
+    owners = ExpertModules(experts, None)
+    assert owners.still(experts, None)
+    assert owners.weights.w1[1] is experts.local_experts[1].linear_fc1.weight
+    change(experts)
+    assert not owners.still(experts, None)
+    again = ExpertModules(experts, None)
+    assert again.still(experts, None)
+    assert again.weights.w2[1] is experts.local_experts[1].linear_fc2.weight
+
+
+def test_other_roots_end_the_walk() -> None:
+    experts, shared = _experts(), _experts(1).local_experts[0]
+    owners = ExpertModules(experts, shared)
+    assert owners.weights.shared_w1 is shared.linear_fc1.weight
+    assert owners.still(experts, shared)
+    assert not owners.still(experts, None)
+    assert not owners.still(_experts(), shared)
+
+
+def test_a_pre_hook_that_comes_late_is_run_and_a_strangers_refused() -> None:
+    experts = _experts()
+    owners = ExpertModules(experts, None)
+    owners.run_forward_pre_hooks()
+    seen = []
+
+    def hook(module: nn.Module, *unused: object) -> None:
+        seen.append(module)
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    for mlp in experts.local_experts:
+        mlp.linear_fc1.register_forward_pre_hook(hook)
+    owners.run_forward_pre_hooks()
+    assert seen == [mlp.linear_fc1 for mlp in experts.local_experts]
+    experts.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(TypeError, match="Megatron's own forward pre-hooks only"):
+        owners.run_forward_pre_hooks()
+
+
+def test_places_are_one_record_until_a_main_grad_is_another() -> None:
+    weights = _weights()
+    needed = (True,) * len(weights.flat())
+    store = MainGradients(weights)
+    for parameter in weights.flat():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    into = store.open(weights, needed, SHAPE)
+    assert store.open(weights, needed, SHAPE) is into
+    frozen = store.open(weights, (False, *needed[1:]), SHAPE)
+    assert frozen.w1[0] is None
+    assert store.close(weights, frozen)[0] is None
+    other = weights.w2[2].main_grad = torch.zeros(weights.w2[2].shape)
+    assert store.open(weights, needed, SHAPE).w2[2] is other
+    del weights.w2[2].main_grad
+    mixed = [store.open(weights, needed, SHAPE).w2[2] for _ in range(2)]
+    assert mixed[0] is not mixed[1]  # returned to autograd, which keeps it

@@ -10,17 +10,21 @@ touches a value: the same bytes on every run.
 
 Host      Never waits for the device, in no call, and reads nothing from it but the fault record in
           pinned memory. So a CUDA graph can capture forward and backward, once both have run before
-          with the same kind of gradient places (kernels load at their first launch).
+          with the same kind of gradient places (kernels load at their first launch). One op a
+          direction; nothing is looked at expert by expert while a watch says that it is as before.
 Memory    The routing is not known on the host, so row buffers have room for the worst case: N rows,
           and 127 of padding for each expert that can have one. At EP = 1 that is all of N, so there
           is no budget and there are no passes. They come from torch's allocator in each call. The
-          context keeps x, g|u [R, 2F], the schedule, and the shared expert's g|u.
+          context keeps x, the schedule, g|u [R, 2F], and the shared expert's g|u.
 Launches  Three for route, two a direction (its plan, its grid), one for each table that is new, and
-          one for each run of weight gradients that the grid leaves out: see _divide.
-Tables    Tensor maps hold addresses. A table is kept for each role and stream, with the addresses
-          it was made of, and made anew when they differ (DDP moves weights; fresh gradients are
-          elsewhere each time). A capture makes its own, inside the graph. Nothing else outlives a
-          call.
+          one for each run of weight gradients that the grid leaves out: see _Places.
+Watches   Weights, and places to add to, that come twice are watched from then on: held, and in each
+          call compared with what they were when they were checked, by object, address, form, dtype
+          and device. What differs is checked again, and has new tables.
+Tables    Tensor maps hold addresses. A table is kept for each role and stream, with the watch or
+          the addresses it was made of, and made anew when they differ (DDP moves weights; fresh
+          gradients are elsewhere each time). A capture makes its own, inside the graph. Nothing
+          else outlives a call.
 Streams   The caller's order is all there is. Calls on two streams share nothing that is written but
           the fault record.
 Faults    Sizes and dtypes raise before any launch. Ids are checked on the device, in every call: a
@@ -33,15 +37,17 @@ Faults    Sizes and dtypes raise before any launch. Ids are checked on the devic
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mok_megatron.backends import library
-from mok_megatron.backends.rules import backward_fault, forward_fault
+from mok_megatron.backends.rules import dy_fault, places_fault, tokens_fault, weights_fault
+from mok_megatron.backends.tables import Tables, Watch, stream_of
 from mok_megatron.contract import (
     OVERFULL,
     Context,
@@ -55,7 +61,6 @@ from mok_megatron.contract import (
 COLUMNS = 64  # H, F and S are multiples of it
 MAX_EXPERTS = 2048
 MAX_CHOICES = 64
-_CHUNK = 256  # slots that one warp places; csrc/layer_arguments.h
 _CAPABILITY = (9, 0)
 
 
@@ -82,11 +87,17 @@ class CudaBackend:
         # CTAs (0: one for each SM) and experts ahead (0: chosen; csrc/device/plan.cuh) of a launch.
         # They change no byte of any result.
         self.ctas, self.ahead = 0, 0
-        self._tables = _Tables()
-        self._fault_words = torch.zeros(4, dtype=torch.int32)
+        self._tables = Tables()
+        self._weights = {"forward": Watch(), "backward": Watch()}
+        self._places_watch = Watch()
+        self._places: _Places | None = None  # the last ones, while they are watched
+        self._fault = ctypes.c_int32.from_address(torch.ops.mok_megatron.route_fault_address())
         self.check()
 
-    @torch.no_grad()
+    def __deepcopy__(self, memo: object) -> CudaBackend:
+        """Itself: a copied layer may share it, since no result depends on what it keeps."""
+        return self
+
     def forward(
         self, x_TH: Tensor, expert_TK: Tensor, prob_TK: Tensor, weights: Weights
     ) -> tuple[Tensor, Context]:
@@ -95,32 +106,27 @@ class CudaBackend:
         Raises RuntimeError for arguments of another form, and for a fault recorded by an earlier
         call.
         """
+        if torch.is_grad_enabled():  # never inside autograd's node
+            with torch.no_grad():
+                return self.forward(x_TH, expert_TK, prob_TK, weights)
         self.check()
-        _raise(forward_fault(self.shape, 0, x_TH, expert_TK, prob_TK, weights))
+        _raise(tokens_fault(self.shape, 0, x_TH, expert_TK, prob_TK))
+        watch = self._look_at(weights, "forward", x_TH.device)
         x_TH = x_TH.contiguous()
-        if not len(x_TH):
+        if not x_TH.shape[0]:
             return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-        plan = _Plan.of(expert_TK.contiguous(), prob_TK.contiguous(), self.shape.num_experts)
-        rows, tokens, hidden = plan.rows, len(x_TH), self.shape.hidden
-        new = x_TH.new_empty
-        y_TH = torch.empty_like(x_TH)
-        gate_up_RF = new(rows, 2 * self.shape.ffn)
-        into = [new(rows, hidden), gate_up_RF, new(rows, self.shape.ffn), y_TH]
-        shared_gate_up_TF = new(tokens, 2 * self.shape.shared_ffn)
-        if self.shape.shared_ffn:
-            into += [shared_gate_up_TF, new(tokens, self.shape.shared_ffn), torch.empty_like(x_TH)]
-        torch.ops.mok_megatron.forward(
+        y_TH, kept = torch.ops.mok_megatron.forward(
             x_TH,
-            plan.routing(),
-            self._weights(weights, "up", "product"),
-            into,
-            plan.words(tokens),
+            expert_TK.contiguous(),
+            prob_TK.contiguous(),
+            self._weight_tables(weights, "up", "product", watch, stream_of(x_TH)),
+            self.shape.ffn,
+            self.shape.shared_ffn,
             self.ctas,
             self.ahead,
         )
-        return y_TH, Context(tensors=(x_TH, gate_up_RF, shared_gate_up_TF, *plan.tensors()))
+        return y_TH, Context(tensors=(x_TH, *kept))
 
-    @torch.no_grad()
     def backward(
         self, context: Context, dy_TH: Tensor, weights: Weights, into: WeightGradients
     ) -> Gradients:
@@ -128,64 +134,39 @@ class CudaBackend:
 
         dy_TH [T, H] like the forward's x. Raises RuntimeError as forward does.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.backward(context, dy_TH, weights, into)
         self.check()
-        x_TH = context.tensors[0]
-        _raise(backward_fault(0, x_TH, dy_TH, weights, into))
+        x_TH, *kept = context.tensors
+        _raise(dy_fault(0, x_TH, dy_TH))
+        watch = self._look_at(weights, "backward", x_TH.device)
+        places = self._places_of(into, weights)
         dy_TH = dy_TH.contiguous()
-        if not len(x_TH):
+        if not x_TH.shape[0]:
             _zero(into)
             no_prob = x_TH.new_empty(0, self.shape.top_k, dtype=torch.float32)
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
-        _, gate_up_RF, shared_gate_up_TF, *schedule = context.tensors
-        plan = _Plan(*schedule)
-        rows, tokens, hidden = plan.rows, len(x_TH), self.shape.hidden
-        new = x_TH.new_empty
-        dx_TH = torch.empty_like(x_TH)
-        dprob_TK = plan.prob_R.new_empty(tokens, self.shape.top_k)
-        buffers = _Rows(
-            x_RH=new(rows, hidden),
-            dy_RH=new(rows, hidden),
-            d_gate_up_RF=new(rows, 2 * self.shape.ffn),
-            activation_RF=new(rows, self.shape.ffn),
-        )
-        parts = plan.prob_R.new_empty(rows, self.shape.ffn // library.PART_COLUMNS)
-        into_kernel = [buffers.x_RH, buffers.dy_RH, new(rows, hidden)]
-        into_kernel += [buffers.d_gate_up_RF, buffers.activation_RF, parts, dx_TH, dprob_TK]
-        gate_up = [gate_up_RF]
-        if self.shape.shared_ffn:
-            gate_up.append(shared_gate_up_TF)
-            width = self.shape.shared_ffn
-            into_kernel += [new(tokens, 2 * width), new(tokens, width), torch.empty_like(x_TH)]
-        inside, outside = _divide(into)
+        stream = stream_of(x_TH)
         names = _GROUPS if self.shape.shared_ffn else _GROUPS[:2]
-        torch.ops.mok_megatron.backward(
+        dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward(
             x_TH,
             dy_TH,
-            plan.routing(),
-            self._weights(weights, "input_gradient", "down_gradient"),
-            gate_up,
-            [self._gradients(name, inside.get(name)) for name in names],
-            any(places[0].dtype == torch.float32 for places in inside.values()),
+            kept,
+            self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream),
+            [self._gradient_table(name, places, stream) for name in names],
+            self.shape.top_k,
+            self.shape.ffn,
+            self.shape.shared_ffn,
+            places.fp32,
             into.accumulate,
-            into_kernel,
-            plan.words(tokens),
+            places.outside is not None,
             self.ctas,
             self.ahead,
         )
-        for name, a_RM, b_RN, places in (
-            ("w2", buffers.dy_RH, buffers.activation_RF, outside.w2),
-            ("w1", buffers.d_gate_up_RF, buffers.x_RH, outside.w1),
-        ):
-            self._weight_gradients(name, a_RM, b_RN, plan.split, places, into.accumulate)
-        if self.shape.shared_ffn:
-            d_gate_up_TF, activation_TF = into_kernel[-3], into_kernel[-2]
-            for name, a_TM, b_TN, place in (
-                ("shared w2", dy_TH, activation_TF, outside.shared_w2),
-                ("shared w1", d_gate_up_TF, x_TH, outside.shared_w1),
-            ):
-                self._weight_gradients(
-                    name, a_TM, b_TN, plan.shared_split, (place,), into.accumulate
-                )
+        if places.outside is not None:
+            plan = _Plan.of(kept[0], len(x_TH), self.shape)
+            self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
 
     def schedule(self, context: Context) -> Schedule:
@@ -194,7 +175,7 @@ class CudaBackend:
             nothing = context.tensors[0].new_zeros(0, 3, dtype=torch.int64)
             rows_L = nothing.new_zeros(self.shape.num_experts)
             return Schedule(rows_L=rows_L, source_R3=nothing)
-        plan = _Plan(*context.tensors[3:])
+        plan = _Plan.of(context.tensors[1], len(context.tensors[0]), self.shape)
         slot_R = plan.slot_R[: int(plan.row_start_E[-1])].long()
         slot_R = slot_R[slot_R >= 0]
         token_R, choice_R = slot_R // self.shape.top_k, slot_R % self.shape.top_k
@@ -206,25 +187,76 @@ class CudaBackend:
 
         Does not wait: after torch.cuda.synchronize() it has seen all calls made before.
         """
-        torch.ops.mok_megatron.take_route_fault(self._fault_words)
-        kind, expert, token, choice = self._fault_words.tolist()
-        if kind:
-            raise RuntimeError(describe(kind, expert, token, choice, self.shape))
+        if self._fault.value:
+            kind, expert, token, choice = torch.ops.mok_megatron.take_route_fault()
+            if kind:
+                raise RuntimeError(describe(kind, expert, token, choice, self.shape))
 
-    def _weights(self, weights: Weights, w1_role: str, w2_role: str) -> list[Tensor]:
+    def _look_at(self, weights: Weights, direction: str, device: torch.device) -> int:
+        """Checks weights that are not as before; their watch, or 0."""
+        watch, flat = self._weights[direction], weights.flat()
+        if not watch.holds(flat):
+            _raise(weights_fault(self.shape, 0, weights, device))
+            watch.see(flat)
+        return watch.number
+
+    def _places_of(self, into: WeightGradients, weights: Weights) -> _Places:
+        """The places, checked unless they are as before."""
+        last, watch = self._places, self._places_watch
+        if last is not None and last.into is into and watch.holds(last.flat):
+            return last
+        flat = (*into.w1, *into.w2, into.shared_w1, into.shared_w2)
+        if not (into.accumulate and watch.holds(flat)):
+            _raise(places_fault(0, weights, into))
+            if not into.accumulate:  # new memory each time, which nothing may hold
+                return _Places.of(into, flat, 0)
+            watch.see(flat)
+        places = _Places.of(into, flat, watch.number)
+        self._places = places if watch.number else None
+        return places
+
+    def _weight_tables(
+        self, weights: Weights, w1_role: str, w2_role: str, watch: int, stream: int | None
+    ) -> list[Tensor]:
         """Tables of w1, w2, and of the shared expert's."""
-        tables = [self._tables.of("w1", weights.w1, w1_role).table]
-        tables.append(self._tables.of("w2", weights.w2, w2_role).table)
+        groups = [("w1", weights.w1, w1_role), ("w2", weights.w2, w2_role)]
         if weights.shared_w1 is not None and weights.shared_w2 is not None:
-            tables.append(self._tables.of("shared w1", (weights.shared_w1,), w1_role).table)
-            tables.append(self._tables.of("shared w2", (weights.shared_w2,), w2_role).table)
-        return tables
+            groups += [("shared w1", (weights.shared_w1,), w1_role)]
+            groups += [("shared w2", (weights.shared_w2,), w2_role)]
+        return [self._tables.of(*group, watch, stream) for group in groups]
 
-    def _gradients(self, name: str, places: Sequence[Tensor] | None) -> Tensor:
+    def _gradient_table(self, name: str, places: _Places, stream: int | None) -> Tensor:
         """The table of a group's places, or one without records."""
-        if places is None:
+        group = places.inside.get(name)
+        if group is None:
             return torch.empty(0, dtype=torch.uint8)
-        return self._tables.of(f"{name} gradient", places, "gradient").table
+        return self._tables.of(f"{name} gradient", group, "gradient", places.watch, stream)
+
+    def _beside(
+        self,
+        x_TH: Tensor,
+        dy_TH: Tensor,
+        rows: Sequence[Tensor],
+        plan: _Plan,
+        outside: WeightGradients,
+        stream: int | None,
+    ) -> None:
+        """The weight gradients that the kernel has left out. rows: x, dy, dg|du and activation of
+        the routed experts; dg|du and activation of the shared one."""
+        x_RH, dy_RH, d_gate_up_RF, activation_RF, *shared = rows
+        products = [
+            ("w2", dy_RH, activation_RF, plan.split, outside.w2),
+            ("w1", d_gate_up_RF, x_RH, plan.split, outside.w1),
+        ]
+        if shared:
+            d_gate_up_TF, activation_TF = shared
+            w1, w2 = (outside.shared_w1,), (outside.shared_w2,)
+            products += [("shared w2", dy_TH, activation_TF, plan.shared_split, w2)]
+            products += [("shared w1", d_gate_up_TF, x_TH, plan.shared_split, w1)]
+        for name, a_RM, b_RN, split_of, places in products:
+            self._weight_gradients(
+                name, a_RM, b_RN, split_of, places, stream, accumulate=outside.accumulate
+            )
 
     def _weight_gradients(
         self,
@@ -233,6 +265,8 @@ class CudaBackend:
         b_RN: Tensor,
         split_of: Callable[[], library.Split],
         places: Sequence[Tensor | None],
+        stream: int | None,
+        *,
         accumulate: bool,
     ) -> None:
         """a^T · b of each expert into its place; None costs nothing.
@@ -247,53 +281,64 @@ class CudaBackend:
                     row_count_E=split.row_count_E[start:end].clone(),
                     tickets=split.tickets,
                 )
-            maps = self._tables.of(f"{name} gradient from {start}", wanted, "gradient")
+            table = self._tables.of(f"{name} gradient from {start}", wanted, "gradient", 0, stream)
+            maps = library.Matrices(matrices=tuple(wanted), table=table)
             library.weight_gradient(a_RM, b_RN, maps, part, accumulate=accumulate)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """What a weight gradient of the routed experts reads: x and dy [R, H], dg|du [R, 2F], a."""
-
-    x_RH: Tensor
-    dy_RH: Tensor
-    d_gate_up_RF: Tensor
-    activation_RF: Tensor
 
 
 _GROUPS = ("w1", "w2", "shared_w1", "shared_w2")
 
 
-def _divide(into: WeightGradients) -> tuple[dict[str, Sequence[Tensor]], WeightGradients]:
-    """The groups of places that the kernel fills itself, and the rest.
+@dataclass(frozen=True)
+class _Places:
+    """Where a backward's weight gradients go: the groups that the kernel fills itself, and the
+    rest."""
 
-    The kernel takes a group when every place is wanted and all have the dtype of the first such
-    group; experts of which some are frozen, or have places of another dtype, take launches of
-    their own.
-    """
-    groups = {name: getattr(into, name) for name in _GROUPS}
-    inside: dict[str, Sequence[Tensor]] = {}
-    dtype = None
-    for name, group in groups.items():
-        places = group if isinstance(group, tuple) else (group,)
-        if any(place is None or place.dtype != places[0].dtype for place in places):
-            continue
-        if dtype is None or dtype == places[0].dtype:
-            dtype = places[0].dtype
-            inside[name] = places
-    left = {
-        name: (None,) * len(group) if isinstance(group, tuple) else None
-        for name, group in groups.items()
-        if name in inside
-    }
-    return inside, replace(into, **left)  # type: ignore[arg-type]
+    into: WeightGradients
+    flat: tuple[Tensor | None, ...]
+    watch: int  # of `flat`, or 0
+    inside: dict[str, Sequence[Tensor]]
+    fp32: bool  # those inside
+    outside: WeightGradients | None  # None: nothing is left
+
+    @staticmethod
+    def of(into: WeightGradients, flat: tuple[Tensor | None, ...], watch: int) -> _Places:
+        """The kernel takes a group when every place is wanted and all have the dtype of the first
+        such group; experts of which some are frozen, or have places of another dtype, take
+        launches of their own.
+        """
+        groups = {name: getattr(into, name) for name in _GROUPS}
+        inside: dict[str, Sequence[Tensor]] = {}
+        dtype = None
+        for name, group in groups.items():
+            places = group if isinstance(group, tuple) else (group,)
+            if any(place is None or place.dtype != places[0].dtype for place in places):
+                continue
+            if dtype is None or dtype == places[0].dtype:
+                dtype = places[0].dtype
+                inside[name] = places
+        left = {
+            name: (None,) * len(group) if isinstance(group, tuple) else None
+            for name, group in groups.items()
+            if name in inside
+        }
+        rest = replace(into, **left)  # type: ignore[arg-type]
+        some = (*rest.w1, *rest.w2, rest.shared_w1, rest.shared_w2)
+        return _Places(
+            into=into,
+            flat=flat,
+            watch=watch,
+            inside=inside,
+            fp32=dtype == torch.float32,
+            outside=None if all(place is None for place in some) else rest,
+        )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The schedule on the device, as route writes it; see csrc/layer_arguments.h.
+    """The schedule on the device, as route writes it, in parts; see csrc/layer_arguments.h.
 
-    All int32, but prob_R. Positional: it travels through a Context as its tensors, in this order.
+    All int32, but prob_R.
     """
 
     row_start_E: Tensor  # [E + 1]
@@ -306,47 +351,16 @@ class _Plan:
     prob_R: Tensor
 
     @staticmethod
-    def of(expert_TK: Tensor, prob_TK: Tensor, num_experts: int) -> _Plan:
-        """Three launches; int32 [T, K] and fp32 [T, K], T > 0."""
-        slots = expert_TK.numel()
-        rows = capacity(slots, num_experts)
-        plan = _Plan(
-            row_start_E=expert_TK.new_empty(num_experts + 1),
-            row_count_E=expert_TK.new_empty(num_experts),
-            shared_start=expert_TK.new_empty(2),
-            shared_count=expert_TK.new_empty(1),
-            faulty=expert_TK.new_empty(1),
-            row_TK=torch.empty_like(expert_TK),
-            slot_R=expert_TK.new_empty(rows),
-            prob_R=prob_TK.new_empty(rows),
-        )
-        counts = expert_TK.new_empty(-(-slots // _CHUNK) + 1, num_experts + 1)
-        torch.ops.mok_megatron.route(expert_TK, prob_TK, counts, *plan.tensors())
-        return plan
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def rows(self) -> int:
-        """R, the rows that buffers hold."""
-        return len(self.slot_R)
-
-    def words(self, tokens: int) -> Tensor:
-        """Room for a direction's counters and its order of work."""
-        count = torch.ops.mok_megatron.direction_words(self.rows, tokens, len(self.row_count_E))
-        return self.row_count_E.new_empty(count)
-
-    def routing(self) -> list[Tensor]:
-        """What the kernels read of it."""
-        return [
-            self.row_start_E,
-            self.row_count_E,
-            self.faulty,
-            self.row_TK,
-            self.slot_R,
-            self.prob_R,
-        ]
+    def of(schedule: Tensor, tokens: int, shape: MoEShape) -> _Plan:
+        """Views of the op's one tensor of bytes, for T > 0 tokens."""
+        experts, choices = shape.num_experts, shape.top_k
+        *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
+        words = schedule.view(torch.int32)
+        sizes = (experts + 1, experts, 2, 1, 1, tokens * choices, rows, rows)
+        parts = [words[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        parts[5] = parts[5].view(tokens, choices)
+        parts[7] = parts[7].view(torch.float32)
+        return _Plan(*parts)
 
     def split(self) -> library.Split:
         """Of the routed experts, for launches beside the kernels."""
@@ -354,34 +368,6 @@ class _Plan:
 
     def shared_split(self) -> library.Split:
         return library.Split.of(self.shared_start, self.shared_count)
-
-
-class _Tables:
-    """The last table of tensor maps of each role and stream, and the addresses it holds.
-
-    It keeps no matrix alive. A table belongs to the stream that wrote it: no other is ordered after
-    the writing.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, str, int], tuple[tuple[torch.dtype, list[int]], Tensor]] = {}
-
-    def of(self, name: str, matrices: Sequence[Tensor], role: str) -> library.Matrices:
-        """Matrices of one shape and dtype; `role` is library.Matrices'."""
-        if torch.cuda.is_current_stream_capturing():
-            # The graph writes the table at each replay, so nobody may take it before the first one.
-            return library.Matrices(matrices=tuple(matrices), table=_table(matrices, role))
-        key = (name, role, torch.cuda.current_stream(matrices[0].device).cuda_stream)
-        made_of = matrices[0].dtype, [matrix.data_ptr() for matrix in matrices]
-        last = self._last.get(key)
-        if last is None or last[0] != made_of:
-            last = self._last[key] = (made_of, _table(matrices, role))
-        return library.Matrices(matrices=tuple(matrices), table=last[1])
-
-
-def _table(matrices: Sequence[Tensor], role: str) -> Tensor:
-    table: Tensor = torch.ops.mok_megatron.stream_matrices(list(matrices), role)
-    return table
 
 
 def unsupported(shape: MoEShape, ranks: int) -> str | None:

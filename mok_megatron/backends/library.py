@@ -18,7 +18,6 @@ ROW_TILE = 128  # each expert's rows start at a multiple of it
 PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
 TENSOR_MAP_BYTES = 128
 
-
 _loaded: list[pathlib.Path] = []
 
 
@@ -68,8 +67,56 @@ def _declare_fakes() -> None:
 
     for name in ("product", "input_gradient", "up", "down_gradient", "weight_gradient"):
         fake(f"mok_megatron::grouped_{name}")(writes_its_arguments)
-    for name in ("forward", "backward"):
-        fake(f"mok_megatron::{name}")(writes_its_arguments)
+
+    def bytes_of(expert: torch.Tensor, experts: int) -> tuple[int, int]:
+        """Of a schedule, and the rows it may have."""
+        tokens, choices = expert.shape
+        *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
+        return 4 * words, rows
+
+    @fake("mok_megatron::route")
+    def _(expert: torch.Tensor, prob: torch.Tensor, experts: int) -> torch.Tensor:
+        return expert.new_empty(bytes_of(expert, experts)[0], dtype=torch.uint8)
+
+    @fake("mok_megatron::forward")
+    def _(
+        x: torch.Tensor,
+        expert: torch.Tensor,
+        prob: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        width: int,
+        shared_width: int,
+        ctas: int = 0,
+        ahead: int = 0,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        size, rows = bytes_of(expert, len(weights[0]) - 1)
+        kept = [x.new_empty(size, dtype=torch.uint8), x.new_empty(rows, 2 * width)]
+        if shared_width:
+            kept.append(x.new_empty(len(x), 2 * shared_width))
+        return torch.empty_like(x), kept
+
+    @fake("mok_megatron::backward")
+    def _(
+        x: torch.Tensor,
+        dy: torch.Tensor,
+        kept: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        choices: int,
+        width: int,
+        shared_width: int,
+        fp32: bool,
+        accumulate: bool,
+        outside: bool,
+        ctas: int = 0,
+        ahead: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        hidden, rows, tokens = x.shape[1], len(kept[1]), len(x)
+        forms = [(rows, hidden), (rows, hidden), (rows, 2 * width), (rows, width)]
+        if shared_width:
+            forms += [(tokens, 2 * shared_width), (tokens, shared_width)]
+        buffers = [x.new_empty(form) for form in forms] if outside else []
+        return torch.empty_like(x), x.new_empty(tokens, choices, dtype=torch.float32), buffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,20 +24,52 @@ def forward_fault(
     weights: Weights,
 ) -> str | None:
     """The first rule of contract.Backend.forward that this rank's arguments break, or None."""
+    return tokens_fault(shape, rank, x_TH, expert_TK, prob_TK) or weights_fault(
+        shape, rank, weights, x_TH.device
+    )
+
+
+def backward_fault(
+    rank: int, x_TH: Tensor, dy_TH: Tensor, weights: Weights, into: WeightGradients
+) -> str | None:
+    """The first rule of contract.Backend.backward that this rank's arguments break, or None."""
+    return dy_fault(rank, x_TH, dy_TH) or places_fault(rank, weights, into)
+
+
+def tokens_fault(
+    shape: MoEShape, rank: int, x_TH: Tensor, expert_TK: Tensor, prob_TK: Tensor
+) -> str | None:
+    """Of x and the choices, which are others in every call."""
+    form_TK = (x_TH.shape[0] if x_TH.dim() else 0, shape.top_k)
+    wide = torch.promote_types(shape.dtype, torch.float32)
+    if (
+        x_TH.shape == (form_TK[0], shape.hidden)
+        and expert_TK.shape == prob_TK.shape == form_TK
+        and (x_TH.dtype, expert_TK.dtype, prob_TK.dtype) == (shape.dtype, torch.int32, wide)
+        and x_TH.device == expert_TK.device == prob_TK.device
+    ):
+        return None
     where = f"on expert parallel rank {rank}"
     if x_TH.dim() != 2 or x_TH.shape[1] != shape.hidden or x_TH.dtype != shape.dtype:
         return (
             f"x must be [T, {shape.hidden}] in {shape.dtype}, got {_form(x_TH)} {where}; "
             "flatten the tokens and cast them to the model's dtype"
         )
-    local, form_TK = shape.local_experts, (x_TH.shape[0], shape.top_k)
-    wide = torch.promote_types(shape.dtype, torch.float32)
     for name, choice, dtype in (("expert", expert_TK, torch.int32), ("prob", prob_TK, wide)):
-        if tuple(choice.shape) != form_TK or choice.dtype != dtype:
+        if choice.shape != form_TK or choice.dtype != dtype:
             return (
                 f"{name} must be {list(form_TK)} in {dtype}, got {_form(choice)} {where}; "
                 "make it with mok_megatron.function.top_k_choices"
             )
+        if choice.device != x_TH.device:
+            return _elsewhere(name, choice, x_TH.device, where)
+    return None
+
+
+def weights_fault(shape: MoEShape, rank: int, weights: Weights, device: torch.device) -> str | None:
+    """Of the weights, which have to be looked at again only when one is another or has moved."""
+    where = f"on expert parallel rank {rank}"
+    local = shape.local_experts
     if (len(weights.w1), len(weights.w2)) != (local, local):
         return (
             f"a rank must bring w1 and w2 of its {local} experts, got {len(weights.w1)} and "
@@ -51,30 +83,30 @@ def forward_fault(
             "pass both or none"
         )
     for name, weight, form in _weights(shape, weights):
-        if tuple(weight.shape) != form or weight.dtype != shape.dtype:
+        if weight.shape != form or weight.dtype != shape.dtype:
             return (
                 f"{name} must be {list(form)} in {shape.dtype}, got {_form(weight)} {where}; "
                 "pass gate rows above up rows, and cast to the model's dtype"
             )
-    named = [(name, weight) for name, weight, _ in _weights(shape, weights)]
-    for name, tensor in [("expert", expert_TK), ("prob", prob_TK), *named]:
-        if tensor.device != x_TH.device:
-            return (
-                f"{name} must be on x's device, {x_TH.device}, got {tensor.device} {where}; move it"
-            )
+        if weight.device != device:
+            return _elsewhere(name, weight, device, where)
     return None
 
 
-def backward_fault(
-    rank: int, x_TH: Tensor, dy_TH: Tensor, weights: Weights, into: WeightGradients
-) -> str | None:
-    """The first rule of contract.Backend.backward that this rank's arguments break, or None."""
-    where = f"on expert parallel rank {rank}"
+def dy_fault(rank: int, x_TH: Tensor, dy_TH: Tensor) -> str | None:
+    """Of the gradient of y."""
     if (dy_TH.shape, dy_TH.dtype, dy_TH.device) != (x_TH.shape, x_TH.dtype, x_TH.device):
         return (
             f"dy must be like the forward's x, {_form(x_TH)} on {x_TH.device}, got "
-            f"{_form(dy_TH)} on {dy_TH.device} {where}; pass the gradient of this forward's y"
+            f"{_form(dy_TH)} on {dy_TH.device} on expert parallel rank {rank}; "
+            "pass the gradient of this forward's y"
         )
+    return None
+
+
+def places_fault(rank: int, weights: Weights, into: WeightGradients) -> str | None:
+    """Of the places of weight gradients; like weights_fault, for those that stay."""
+    where = f"on expert parallel rank {rank}"
     if (len(into.w1), len(into.w2)) != (len(weights.w1), len(weights.w2)):
         return (
             f"there must be a place or None for each of {len(weights.w1)} w1 and w2, got "
@@ -83,19 +115,22 @@ def backward_fault(
     places = (*into.w1, *into.w2, into.shared_w1, into.shared_w2)
     owners = (*weights.w1, *weights.w2, weights.shared_w1, weights.shared_w2)
     for place, owner in zip(places, owners, strict=True):
-        if place is not None and (owner is None or place.shape != owner.shape):
+        if place is None:
+            continue
+        if owner is None or place.shape != owner.shape:
             return (
                 f"a weight gradient must have the shape of its weight, {_form(owner)}, got "
                 f"{_form(place)} {where}; make it with torch.empty_like"
             )
-        if place is not None and owner is not None:
-            wide = torch.promote_types(owner.dtype, torch.float32)
-            if place.dtype not in (owner.dtype, wide) or not place.is_contiguous():
-                return (
-                    "a weight gradient (main_grad) must be contiguous and in "
-                    f"{owner.dtype} or {wide}, got {_form(place)} with strides {place.stride()} "
-                    f"{where}; let Megatron's DistributedDataParallel make it"
-                )
+        if place.dtype == owner.dtype and place.is_contiguous():
+            continue
+        wide = torch.promote_types(owner.dtype, torch.float32)
+        if place.dtype not in (owner.dtype, wide) or not place.is_contiguous():
+            return (
+                "a weight gradient (main_grad) must be contiguous and in "
+                f"{owner.dtype} or {wide}, got {_form(place)} with strides {place.stride()} "
+                f"{where}; let Megatron's DistributedDataParallel make it"
+            )
     return None
 
 
@@ -139,6 +174,10 @@ def _weights(shape: MoEShape, weights: Weights) -> Iterable[tuple[str, Tensor, t
     if weights.shared_w1 is not None and weights.shared_w2 is not None:
         yield "shared_w1", weights.shared_w1, (2 * shape.shared_ffn, shape.hidden)
         yield "shared_w2", weights.shared_w2, (shape.hidden, shape.shared_ffn)
+
+
+def _elsewhere(name: str, tensor: Tensor, device: torch.device, where: str) -> str:
+    return f"{name} must be on x's device, {device}, got {tensor.device} {where}; move it"
 
 
 def _form(tensor: Tensor | None) -> str:

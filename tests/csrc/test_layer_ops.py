@@ -17,7 +17,7 @@ needs_library = pytest.mark.skipif(
     not library.LIBRARY.is_file(), reason="the CUDA library is not built in this tree"
 )
 pytestmark = needs_library
-T, K, E, H, F, S, R = 5, 2, 4, 128, 64, 192, 1408
+T, K, E, H, F, S, R = 5, 2, 4, 128, 64, 192, 512
 BF16, INT = torch.bfloat16, torch.int32
 BEFORE_THE_LAYER = ("route_count", "route_prefix", "route_place", "plan_work")
 LAYER = ("7ForwardE", "8BackwardI")  # as mangled names have them
@@ -28,20 +28,8 @@ def _loaded() -> None:
     library.load()
 
 
-def _route() -> dict[str, Tensor]:
-    return {
-        "expert": torch.zeros(T, K, dtype=INT),
-        "prob": torch.zeros(T, K),
-        "counts": torch.zeros(2, E + 1, dtype=INT),
-        "row_start": torch.zeros(E + 1, dtype=INT),
-        "row_count": torch.zeros(E, dtype=INT),
-        "shared_start": torch.zeros(2, dtype=INT),
-        "shared_count": torch.zeros(1, dtype=INT),
-        "faulty": torch.zeros(1, dtype=INT),
-        "row": torch.zeros(T, K, dtype=INT),
-        "slot": torch.zeros(R, dtype=INT),
-        "row_prob": torch.zeros(R),
-    }
+def _route() -> dict[str, object]:
+    return {"expert": torch.zeros(T, K, dtype=INT), "prob": torch.zeros(T, K), "experts": E}
 
 
 def _bf16(rows: int, columns: int) -> Tensor:
@@ -58,52 +46,50 @@ def _misaligned(rows: int, columns: int) -> Tensor:
     return torch.zeros(rows * columns + 8, dtype=BF16)[4:-4].view(rows, columns)
 
 
+def _schedule() -> Tensor:
+    words = torch.ops.mok_megatron.schedule_words(T, K, E)[-1]
+    return torch.zeros(4 * words, dtype=torch.uint8)
+
+
 def _forward() -> dict[str, object]:
-    made = _route()
-    names = ("row_start", "row_count", "faulty", "row", "slot", "row_prob")
-    shared = [_bf16(T, 2 * S), _bf16(T, S), _bf16(T, H)]
     return {
         "x": _bf16(T, H),
-        "routing": [made[name] for name in names],
+        "expert": torch.zeros(T, K, dtype=INT),
+        "prob": torch.zeros(T, K),
         "weights": [_table(E), _table(E), _table(1), _table(1)],
-        "into": [_bf16(R, H), _bf16(R, 2 * F), _bf16(R, F), _bf16(T, H), *shared],
-        "words": torch.zeros(_words(R, T, E), dtype=INT),
+        "width": F,
+        "shared_width": S,
     }
 
 
 def _backward() -> dict[str, object]:
-    rows = [_bf16(R, H), _bf16(R, H), _bf16(R, H), _bf16(R, 2 * F), _bf16(R, F)]
-    tokens = [torch.zeros(R, F // library.PART_COLUMNS), _bf16(T, H), torch.zeros(T, K)]
-    return _forward() | {
+    return {
+        "x": _bf16(T, H),
         "dy": _bf16(T, H),
-        "gate_up": [_bf16(R, 2 * F), _bf16(T, 2 * S)],
+        "kept": [_schedule(), _bf16(R, 2 * F), _bf16(T, 2 * S)],
+        "weights": [_table(E), _table(E), _table(1), _table(1)],
         "gradients": [_table(E), _table(E), _table(1), _table(1)],
+        "choices": K,
+        "width": F,
+        "shared_width": S,
         "fp32": True,
         "accumulate": True,
-        "into": [*rows, *tokens, _bf16(T, 2 * S), _bf16(T, S), _bf16(T, H)],
+        "outside": False,
     }
 
 
 def _forward_without_shared() -> dict[str, object]:
     whole = _forward()
-    return whole | {"weights": whole["weights"][:2], "into": whole["into"][:4]}
+    return whole | {"weights": whole["weights"][:2], "shared_width": 0}
 
 
 def _backward_without_shared() -> dict[str, object]:
     """And without a gradient of w1."""
     whole = _backward()
-    short = {"weights": 2, "gate_up": 1, "gradients": 2, "into": 8}
+    short = {"weights": 2, "kept": 2, "gradients": 2}
     whole |= {name: whole[name][:count] for name, count in short.items()}
     whole["gradients"][0] = torch.zeros(0, dtype=torch.uint8)
-    return whole
-
-
-def _words(rows: int, tokens: int, experts: int) -> int:
-    """Of int32: four of tickets; ready and sums of each row block; done of two passes of those and
-    of the shared expert's; the experts' counts; first tickets of four passes, combine, the end."""
-    blocks = rows // 128
-    counters = 4 + 2 * blocks + 2 * (blocks + -(-tokens // 128)) + experts + 1
-    return counters + 4 * (experts + 1) + 2
+    return whole | {"shared_width": 0}
 
 
 ARGUMENTS: dict[str, Callable[[], dict[str, object]]] = {
@@ -128,69 +114,51 @@ def test_right_arguments_on_the_cpu_are_refused_for_their_device_alone(
         getattr(torch.ops.mok_megatron, op)(**arguments())
 
 
-@pytest.mark.parametrize("op", ["forward", "backward"])
-def test_schema_names_what_is_written(op: str) -> None:
+@pytest.mark.parametrize("op", ["route", "forward", "backward"])
+def test_schema_says_that_no_argument_is_written(op: str) -> None:
+    """Weight gradients are written through their tables, which autograd never sees."""
     schema = getattr(torch.ops.mok_megatron, op).default._schema
-    written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
-    assert written == {"into", "words"}
-    assert not schema.returns
+    assert not any(a.alias_info for a in schema.arguments)
 
 
 @pytest.mark.parametrize(
     ("op", "argument", "value", "words"),
     [
         ("route", "expert", torch.zeros(T, K), "expert must be int32, got float32"),
-        ("route", "expert", torch.zeros(T, 65, dtype=INT), "1 to 64 choices, got 65 in expert"),
+        ("route", "expert", torch.zeros(T, 65, dtype=INT), "1 to 64 choices, got 65"),
+        ("route", "expert", torch.zeros(0, K, dtype=INT), "kernel needs tokens, got none"),
         ("route", "prob", torch.zeros(T, K, dtype=BF16), "prob must be float32, got bfloat16"),
         ("route", "prob", torch.zeros(K, T).t(), "prob must be contiguous"),
-        ("route", "row_count", torch.zeros(2049, dtype=INT), "1 to 2048 experts, got 2049"),
-        ("route", "counts", torch.zeros(1, E + 1, dtype=INT), r"shape \[2, 5\], got \[1, 5\]"),
-        ("route", "slot", torch.zeros(511, dtype=INT), "slot must have 512 to .* rows"),
-        ("route", "row", torch.zeros(T, K + 1, dtype=INT), r"row must have shape \[5, 2\]"),
-        ("forward", "routing", [], "routing must be row_start, .*, got 0 tensors"),
-        ("forward", "routing 0", torch.zeros(E, dtype=INT), r"row_start must have shape \[5\]"),
-        ("forward", "routing 1", torch.zeros(E), "row_count must be int32, got float32"),
-        ("forward", "routing 2", torch.zeros(2, dtype=INT), r"faulty must have shape \[1\]"),
-        ("forward", "routing 3", torch.zeros(T, 65, dtype=INT), "1 to 64 choices, got 65 in row"),
-        ("forward", "routing 4", torch.zeros(R - 1, dtype=INT), "multiple of 128, got 1407"),
-        ("forward", "routing 5", torch.zeros(R - 1), r"row_prob must have shape \[1408\]"),
+        ("route", "experts", 2049, "1 to 2048 experts, got 2049"),
+        ("forward", "expert", torch.zeros(T, K), "expert must be int32, got float32"),
+        ("forward", "expert", torch.zeros(T, 65, dtype=INT), "1 to 64 choices, got 65"),
+        ("forward", "prob", torch.zeros(T, K + 1), r"prob must have shape \[5, 2\], got \[5, 3\]"),
         ("forward", "x", torch.zeros(T, H), "x must be bfloat16, got float32"),
         ("forward", "x", _bf16(T + 1, H), r"x must have shape \[5, any\], got \[6, 128\]"),
-        ("forward", "x", _bf16(T, 96), "multiple of 64, got 96"),
+        ("forward", "x", _bf16(T, 96), "hidden size must be .* of 64, got 96"),
         ("forward", "x", _misaligned(T, H), "x must start at a multiple of 16 bytes"),
-        ("forward", "weights", [_table(E)] * 3, "two tables, or four with a shared expert, got 3"),
-        ("forward", "weights", [_table(E)] * 2, "into must be 4 tensors, got 7"),
-        ("forward", "weights 0", _table(E - 1), r"w1 must have shape \[5, 128\], got \[4, 128\]"),
+        ("forward", "width", 96, "expert width must be .* of 64, got 96"),
+        ("forward", "width", 0, "expert width must be .* of 64, got 0"),
+        ("forward", "shared_width", -64, "shared expert's width must be .*, got -64"),
+        ("forward", "weights", [_table(E)] * 2, "weights must be 4 tensors, got 2"),
+        ("forward", "shared_width", 0, "weights must be 2 tensors, got 4"),
+        ("forward", "weights 1", _table(E - 1), r"w2 must have shape \[5, 128\], got \[4, 128\]"),
         ("forward", "weights 3", _table(E), r"shared w2 must have shape \[2, 128\]"),
         ("forward", "weights 1", torch.zeros(0, dtype=torch.uint8), "w2 must have shape"),
-        ("forward", "into", [], "into must be 7 tensors, got 0"),
-        ("forward", "into 0", _bf16(R, 64), r"rows must have shape \[1408, 128\]"),
-        ("forward", "into 1", _bf16(R, F), r"gate_up must have shape \[1408, 128\]"),
-        ("forward", "into 2", _bf16(R, 96), "columns of activation must be .* of 64, got 96"),
-        ("forward", "into 3", _misaligned(T, H), "y must start at a multiple of 16 bytes"),
-        ("forward", "into 4", _bf16(T, S), r"shared gate_up must have shape \[5, 384\]"),
-        ("forward", "into 5", _bf16(T, 0), "columns of shared activation must be .*, got 0"),
-        ("forward", "into 6", torch.zeros(T, H), "shared y must be bfloat16, got float32"),
+        ("forward", "weights 0", torch.zeros(5, 128), "w1 must be uint8, got float32"),
+        ("backward", "x", _bf16(0, H), "a layer's kernel needs tokens, got none"),
         ("backward", "dy", _bf16(T, 64), r"dy must have shape \[5, 128\], got \[5, 64\]"),
         ("backward", "dy", _bf16(H, T).t(), "dy must be contiguous"),
-        ("backward", "gate_up", [_bf16(R, 2 * F)], "gate_up must be 2 tensors, got 1"),
-        ("backward", "gate_up 0", _bf16(R, F), r"gate_up must have shape \[1408, 128\]"),
-        ("backward", "gate_up 1", _bf16(T, S), r"shared gate_up must have shape \[5, 384\]"),
+        ("backward", "kept", [_bf16(R, 2 * F)], "kept must be 3 tensors, got 1"),
+        ("backward", "kept 0", torch.zeros(9, dtype=torch.uint8), "schedule must have shape"),
+        ("backward", "kept 1", _bf16(R, F), r"gate_up must have shape \[512, 128\]"),
+        ("backward", "kept 1", torch.zeros(R, 2 * F), "gate_up must be bfloat16"),
+        ("backward", "kept 2", _bf16(T, S), r"shared gate_up must have shape \[5, 384\]"),
+        ("backward", "choices", 65, "1 to 64 choices, got 65"),
+        ("backward", "choices", 64, "schedule must have shape"),
         ("backward", "gradients", [_table(E)] * 2, "gradients must be 4 tensors, got 2"),
         ("backward", "gradients 1", _table(1), r"the gradients of w2 must have shape \[5, 128\]"),
         ("backward", "gradients 2", _table(E), "the shared gradient of w1 must have shape"),
-        ("backward", "into", [], "into must be 11 tensors, got 0"),
-        ("backward", "into 0", _bf16(R, 64), r"x rows must have shape \[1408, 128\]"),
-        ("backward", "into 1", _bf16(R - 1, H), r"dy rows must have shape \[1408, 128\]"),
-        ("backward", "into 2", torch.zeros(R, H), "dx rows must be bfloat16"),
-        ("backward", "into 3", _bf16(R, F), r"d_gate_up must have shape \[1408, 128\]"),
-        ("backward", "into 4", _bf16(R, 96), "columns of activation must be .* of 64, got 96"),
-        ("backward", "into 5", torch.zeros(R, 1), r"parts must have shape \[1408, 2\]"),
-        ("backward", "into 6", _misaligned(T, H), "dx must start at a multiple of 16 bytes"),
-        ("backward", "into 7", torch.zeros(T, K, dtype=BF16), "d_prob must be float32"),
-        ("backward", "into 8", _bf16(T, S), r"shared d_gate_up must have shape \[5, 384\]"),
-        ("backward", "into 9", _bf16(T, 96), "columns of shared activation must be .*, got 96"),
-        ("backward", "into 10", _bf16(T, 64), r"shared dx must have shape \[5, 128\]"),
     ],
 )
 def test_one_wrong_argument_is_named(op: str, argument: str, value: object, words: str) -> None:
@@ -206,23 +174,22 @@ def test_one_wrong_argument_is_named(op: str, argument: str, value: object, word
         getattr(torch.ops.mok_megatron, op)(**arguments)
 
 
-def test_a_layers_kernel_needs_tokens() -> None:
-    arguments = _forward() | {"x": _bf16(0, H)}
-    arguments["routing"][3] = torch.zeros(0, K, dtype=INT)
-    with pytest.raises(RuntimeError, match="mok: a layer's kernel needs tokens, got none"):
-        torch.ops.mok_megatron.forward(**arguments)
-
-
-@pytest.mark.parametrize("sizes", [(128, 1, 1), (R, T, E), (128 * 77, 129, 2048)])
-def test_words_have_room_for_every_counter(sizes: tuple[int, int, int]) -> None:
-    assert torch.ops.mok_megatron.direction_words(*sizes) == _words(*sizes)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (T, K, E), (3000, 8, 2048), (77, 64, 64)])
+def test_the_parts_of_a_schedule_have_room_and_do_not_overlap(sizes: tuple[int, int, int]) -> None:
+    """Each at a multiple of 512 bytes; as many rows as capacity() says."""
+    tokens, choices, experts = sizes
+    *starts, rows, total = torch.ops.mok_megatron.schedule_words(*sizes)
+    assert rows == cuda.capacity(tokens * choices, experts)
+    room = (experts + 1, experts, 2, 1, 1, tokens * choices, rows, rows)
+    ends = [start + size for start, size in zip(starts, room, strict=True)]
+    assert all(start % 128 == 0 for start in starts)
+    assert all(end <= start for end, start in zip(ends, [*starts[1:], total], strict=True))
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 4), (128, 0, 4), (128, 5, -1)])
 def test_sizes_of_no_layer_are_named(sizes: tuple[int, int, int]) -> None:
-    got = ", ".join(map(str, sizes))
-    with pytest.raises(RuntimeError, match=f"mok: direction_words needs .*, got {got}"):
-        torch.ops.mok_megatron.direction_words(*sizes)
+    with pytest.raises(RuntimeError, match=r"mok: .*, got (none|0|-1)"):
+        torch.ops.mok_megatron.schedule_words(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -246,29 +213,13 @@ def test_matrices_that_have_no_table(matrices: list[Tensor], role: str, words: s
 
 
 def test_limits_in_python_are_those_of_the_kernels() -> None:
-    """One expert more than cuda.py allows is one too many for the op; the bound of rows fits."""
-    for slots in (1, 7, 300):
-        arguments = _route()
-        arguments |= {
-            "expert": torch.zeros(slots, 1, dtype=INT),
-            "prob": torch.zeros(slots, 1),
-            "row": torch.zeros(slots, 1, dtype=INT),
-            "counts": torch.zeros(-(-slots // cuda._CHUNK) + 1, E + 1, dtype=INT),
-        }
-        for rows, words in (
-            (cuda.capacity(slots, E), "route needs CUDA tensors"),
-            (cuda.capacity(slots, E) - 1, "slot must have"),
-        ):
-            arguments |= {"slot": torch.zeros(rows, dtype=INT), "row_prob": torch.zeros(rows)}
-            with pytest.raises(RuntimeError, match=f"mok: {words}"):
-                torch.ops.mok_megatron.route(**arguments)
-    for experts, words in (
-        (cuda.MAX_EXPERTS, "counts must have shape"),
-        (cuda.MAX_EXPERTS + 1, "experts, got"),
-    ):
-        arguments = _route() | {"row_count": torch.zeros(experts, dtype=INT)}
-        with pytest.raises(RuntimeError, match=words):
-            torch.ops.mok_megatron.route(**arguments)
+    """One expert, or choice, more than cuda.py allows is one too many for the op."""
+    words = torch.ops.mok_megatron.schedule_words
+    words(1, cuda.MAX_CHOICES, cuda.MAX_EXPERTS)
+    with pytest.raises(RuntimeError, match="experts, got"):
+        words(1, 1, cuda.MAX_EXPERTS + 1)
+    with pytest.raises(RuntimeError, match="choices, got"):
+        words(1, cuda.MAX_CHOICES + 1, cuda.MAX_EXPERTS)
 
 
 @pytest.fixture(scope="module")

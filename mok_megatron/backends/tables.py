@@ -1,0 +1,92 @@
+"""Lists of matrices that a layer sees in every call: are they as before, and their tensor maps.
+
+A model has hundreds of weights. To look at each in Python in every call would cost more than the
+launches, so the library holds the list and says in one op whether all are what they were
+(csrc/table_ops.cpp). Nothing is trusted for longer than a call: DDP moves parameters in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+
+class Watch:
+    """Whether a list of tensors is the one of the call before, and unchanged, in one op.
+
+    It holds a list only when it has come twice: copies that saved-tensor hooks make, and what a
+    recompute makes anew, are not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # of the watch that holds them; another list has another one
+        self._flat: tuple[Tensor | None, ...] = ()
+        self._ids: list[int] = []
+
+    def holds(self, flat: tuple[Tensor | None, ...]) -> bool:
+        """The same objects, with the addresses, forms, dtypes and devices they had in `see`."""
+        return bool(
+            self.number
+            and (flat is self._flat or len(flat) == len(self._flat))
+            and (flat is self._flat or all(map(is_, flat, self._flat)))
+            and torch.ops.mok_megatron.holds(self.number)
+        )
+
+    def see(self, flat: tuple[Tensor | None, ...]) -> None:
+        """A list that has just been checked."""
+        self.drop()
+        ids = [*map(id, flat)]
+        if ids == self._ids:
+            self._flat = flat
+            self.number = torch.ops.mok_megatron.watch([t for t in flat if t is not None])
+        self._ids = ids
+
+    def drop(self) -> None:
+        if self.number:
+            torch.ops.mok_megatron.unwatch(self.number)
+        self.number, self._flat = 0, ()
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+class Tables:
+    """The last table of tensor maps of each role and stream, and what it was made of.
+
+    A table belongs to the stream that wrote it: no other is ordered after the writing.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str, int], tuple[object, Tensor]] = {}
+
+    def of(
+        self, name: str, matrices: Sequence[Tensor], role: str, watch: int, stream: int | None
+    ) -> Tensor:
+        """Of matrices of one shape and dtype, a part of what `watch` holds or, for 0, of nothing.
+
+        `role` is library.Matrices'.
+        """
+        if stream is None:
+            # The graph writes the table at each replay, so nobody may take it before the first one.
+            return _table(matrices, role)
+        key = (name, role, stream)
+        made_of = watch or (matrices[0].dtype, [matrix.data_ptr() for matrix in matrices])
+        last = self._last.get(key)
+        if last is None or last[0] != made_of:
+            last = self._last[key] = (made_of, _table(matrices, role))
+        return last[1]
+
+
+def _table(matrices: Sequence[Tensor], role: str) -> Tensor:
+    table: Tensor = torch.ops.mok_megatron.stream_matrices(list(matrices), role)
+    return table
+
+
+def stream_of(x: Tensor) -> int | None:
+    """The current stream of x's device; None while it captures."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.current_stream(x.device).cuda_stream
