@@ -7,6 +7,7 @@ ids far outside in integers.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +17,26 @@ from torch import Tensor
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import MoEShape, Schedule, WeightGradients, Weights
-from tests.batches import LOADS, Batch, Case
+from tests.backends.cuda_loads import LOADS, choices
+from tests.batches import Case
 from tests.oracle import solve
 
 DEVICE = torch.device("cuda")
 POISON = 0x7FFF7FFF  # a NaN in fp32 and twice in bf16; as an id or a row, far outside
-FEW = 1000  # elements: below it the limit is absolute
+FEW = 1000  # elements other than zero: below it the limit is absolute
 LIMIT = 2e-2
 SHARE = 1.25  # of the reference's own error
 
 
 def poison(megabytes: int = 256) -> None:
     """Fill memory that is free, or about to be, and free it."""
-    large = [torch.full((megabytes << 18,), POISON, dtype=torch.int32, device=DEVICE)]
-    small = [torch.full((200_000,), POISON, dtype=torch.int32, device=DEVICE) for _ in range(16)]
-    tiny = [torch.full((64,), POISON, dtype=torch.int32, device=DEVICE) for _ in range(256)]
-    del large, small, tiny
+    sizes = [(megabytes << 18, 1), (200_000, 16), (3_000, 64), (64, 256)]  # int32, how many
+    held = [
+        torch.full((size,), POISON, dtype=torch.int32, device=DEVICE)
+        for size, count in sizes
+        for _ in range(count)
+    ]
+    del held
 
 
 def random_case(seed: int) -> Case:
@@ -45,15 +50,15 @@ def random_case(seed: int) -> Case:
         shared_ffn=draw.choice([0, 0, 64, 192]),
         num_experts=experts,
         top_k=draw.randint(1, min(experts, 8)),
-        tokens=(draw.choice([0, 1, 2, 7, 64, 100, 127, 128, 129, 256, 300, 513]),),
-        load=draw.choice(LOADS),
+        tokens=(draw.choice([1, 2, 7, 64, 100, 127, 128, 129, 256, 300, 513]),),
+        load=draw.choices(LOADS, weights=[2, 4, 1, 2, 1, 0.2, 0.4, 4])[0],
         dtype=torch.bfloat16,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A batch on the GPU: what a forward and a backward take."""
+    """What a forward and a backward take, drawn on the GPU; weights at unrelated addresses."""
 
     case: Case
     shape: MoEShape
@@ -65,16 +70,32 @@ class Problem:
 
     @staticmethod
     def of(case: Case) -> Problem:
-        batch, shape = Batch.of(case), case.shape(1)
-        weights = Weights.of(tuple(w.to(DEVICE) for w in batch.weights(0, 1).flat()), shape)
+        """Values of unit size in x, y and dy; `case.load` is one of cuda_loads.LOADS."""
+        generator, shape = torch.Generator(DEVICE).manual_seed(case.seed), case.shape(1)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=DEVICE)
+
+        def matrices(count: int, rows: int, columns: int) -> list[Tensor]:
+            block = normal(count, rows, columns).div(columns**0.5).to(case.dtype)
+            return [matrix.clone() for matrix in block]
+
+        experts, (tokens,) = case.num_experts, case.tokens
+        expert_TK = choices(case.load, tokens, experts, case.top_k, case.seed).to(DEVICE)
+        shared = 1 if case.shared_ffn else 0
+        flat = matrices(experts, 2 * case.ffn, case.hidden)
+        flat += matrices(experts, case.hidden, case.ffn)
+        flat += matrices(shared, 2 * case.shared_ffn, case.hidden)
+        flat += matrices(shared, case.hidden, case.shared_ffn) if shared else []
+        prob_TK = torch.rand(expert_TK.shape, generator=generator, device=DEVICE)
         return Problem(
             case=case,
             shape=shape,
-            x_TH=batch.x_TH.to(DEVICE),
-            expert_TK=batch.expert_TK.to(DEVICE),
-            prob_TK=batch.prob_TK.to(DEVICE),
-            dy_TH=batch.dy_TH.to(DEVICE),
-            weights=weights,
+            x_TH=normal(len(expert_TK), case.hidden).to(case.dtype),
+            expert_TK=expert_TK,
+            prob_TK=prob_TK.masked_fill(expert_TK < 0, 0),
+            dy_TH=normal(len(expert_TK), case.hidden).to(case.dtype),
+            weights=Weights.of(tuple(flat), shape),
         )
 
     def places(self, dtype: torch.dtype, *, accumulate: bool) -> WeightGradients:
@@ -89,9 +110,13 @@ class Problem:
         return WeightGradients.of(tuple(flat), self.shape, accumulate=accumulate)
 
     def rerouted(self, seed: int) -> Problem:
-        """The same tokens and weights with other choices and probabilities."""
-        other = Batch.of(replace(self.case, seed=seed))
-        return replace(self, expert_TK=other.expert_TK.to(DEVICE), prob_TK=other.prob_TK.to(DEVICE))
+        """The same tokens and weights with other choices, in another load, and probabilities."""
+        draw, shape = random.Random(seed), self.shape
+        load = draw.choice([load for load in LOADS if load != "no_tokens"])
+        expert_TK = choices(load, len(self.x_TH), shape.num_experts, shape.top_k, seed).to(DEVICE)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        prob_TK = torch.rand(expert_TK.shape, generator=generator, device=DEVICE)
+        return replace(self, expert_TK=expert_TK, prob_TK=prob_TK.masked_fill(expert_TK < 0, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +141,14 @@ def cuda_backend(shape: MoEShape) -> CudaBackend:
     return CudaBackend(shape, None, DEVICE)
 
 
-def call(backend: Any, problem: Problem, into: WeightGradients) -> Result:
+def call(backend: Any, problem: Problem, into: WeightGradients, *, poisoned: bool = True) -> Result:
     """One forward and one backward, each over poisoned memory."""
     p = problem
-    poison()
+    if poisoned:
+        poison()
     y_TH, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
-    poison()
+    if poisoned:
+        poison()
     gradients = backend.backward(context, p.dy_TH, p.weights, into)
     return Result(
         y_TH=y_TH,
@@ -159,46 +186,45 @@ def exact(problem: Problem, old: tuple[Tensor, ...] | None) -> dict[str, Tensor]
     return {"y": answer.y_TH, "dx": answer.dx_TH, "dprob": answer.dprob_TK, **named}
 
 
-def error(value: Tensor, true: Tensor) -> float:
-    """Norm of the difference over the norm; infinite for a NaN, zero where both are all zeros."""
-    difference = float((value.double() - true).norm())
-    size = float(true.norm())
-    relative = difference / size if size else difference
-    return relative if relative == relative else float("inf")
-
-
 def compare(
-    problem: Problem, dtype: torch.dtype, *, accumulate: bool
+    problem: Problem,
+    dtype: torch.dtype,
+    *,
+    accumulate: bool,
+    backend: Any = None,
+    poisoned: bool = True,
 ) -> tuple[list[float], list[str]]:
     """Runs both backends, asserts what must be exact, and measures the errors.
 
     Ratios of our error to the reference's, for the large tensors; and in words, what broke the rule
-    of accuracy.
+    of accuracy. `backend` is judged; by default a new cuda backend.
     """
     case = problem.case
     into, like = (problem.places(dtype, accumulate=accumulate) for _ in range(2))
     old = tuple(w.clone() for w in flat(into)) if accumulate else None
-    ours = call(cuda_backend(problem.shape), problem, into)
-    theirs = call(ReferenceBackend(problem.shape, None), problem, like)
+    ours = call(backend or cuda_backend(problem.shape), problem, into, poisoned=poisoned)
+    theirs = call(ReferenceBackend(problem.shape, None), problem, like, poisoned=False)
     assert torch.equal(ours.schedule.rows_L, theirs.schedule.rows_L), case
     assert torch.equal(ours.schedule.source_R3, theirs.schedule.source_R3), case
     assert not ours.dprob_TK[problem.expert_TK < 0].any(), (case, "dprob of an empty slot")
     _assert_empty_experts(problem, ours, old)
 
-    true, references = exact(problem, old), theirs.tensors()
-    ratios, broken = [], []
+    references, true = theirs.tensors(), exact(problem, old)
     for name, value in ours.tensors().items():
         reference = references[name]
         assert (value.shape, value.dtype) == (reference.shape, reference.dtype), (case, name)
-        if not value.numel():
-            continue
-        own, limit = error(value, true[name]), error(reference, true[name])
+    names = [name for name, value in true.items() if value.numel()]
+    ratios, broken = [], []
+    for name, (own, limit, size, count) in zip(
+        names,
+        _errors(*([of[name] for name in names] for of in (ours.tensors(), references, true))),
+        strict=True,
+    ):
         allowed = max(SHARE * limit, 1e-6)
-        if value.numel() < FEW:  # one value may cancel to almost nothing: measure its usual size
+        if count < FEW:  # one value may cancel to almost nothing: measure its usual size
             unit = case.hidden**0.5 if name == "dprob" else 1.0
-            size = float(true[name].norm())
-            floor = 0.5 * unit * value.numel() ** 0.5
-            allowed = max(allowed, LIMIT * max(size, floor) / size) if size else LIMIT * floor
+            floor = 0.5 * unit * count**0.5
+            allowed = max(allowed, LIMIT * max(size, floor) / size) if size else 0.0
         elif limit > 1e-6:
             ratios.append(own / limit)
         if not own <= allowed:
@@ -206,23 +232,64 @@ def compare(
     return ratios, broken
 
 
+def _errors(
+    ours: list[Tensor], theirs: list[Tensor], true: list[Tensor]
+) -> list[tuple[float, float, float, int]]:
+    """Of each tensor our error and theirs, the norm of the true one, and its elements that are not
+    zero. One answer from the device for all."""
+    if not true:
+        return []
+    norms = []
+    for values in (ours, theirs):
+        differences = torch._foreach_sub([value.double() for value in values], true)
+        norms.append(torch.stack(torch._foreach_norm(differences)))
+    norms.append(torch.stack(torch._foreach_norm(true)))
+    norms.append(torch.stack([value.count_nonzero() for value in true]).double())
+    return [
+        (_relative(own, size), _relative(their, size), size, int(count))
+        for own, their, size, count in torch.stack(norms, 1).tolist()
+    ]
+
+
+def error(value: Tensor, true: Tensor) -> float:
+    """Norm of the difference over the norm; infinite for a NaN, zero where both are all zeros."""
+    return _relative(float((value.double() - true).norm()), float(true.norm()))
+
+
+def _relative(difference: float, size: float) -> float:
+    relative = difference / size if size else difference
+    return relative if relative == relative else float("inf")
+
+
 def _assert_empty_experts(problem: Problem, ours: Result, old: tuple[Tensor, ...] | None) -> None:
     """An expert without rows gets exact zeros, or touches nothing."""
     experts = problem.shape.num_experts
     counts = ours.schedule.rows_L.tolist()
-    for index, gradient in enumerate(ours.dw[: 2 * experts]):
-        if counts[index % experts] == 0:
-            expected = torch.zeros_like(gradient) if old is None else old[index]
-            assert same(gradient, expected), (problem.case, "an empty expert", index)
+    empty = [i for i in range(2 * experts) if counts[i % experts] == 0]
+    expected = [torch.zeros_like(ours.dw[i]) if old is None else old[i] for i in empty]
+    wrong = differing([ours.dw[i] for i in empty], expected)
+    assert wrong == [], (problem.case, "empty experts", [empty[i] for i in wrong])
+
+
+def differing(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[int]:
+    """Where the bytes differ: -0.0 is not 0.0, and a NaN is itself. Asks the device once."""
+    if not a:
+        return []
+    bytes_of = [
+        [v.contiguous().flatten().view(torch.uint8) for v in (x, y)]
+        for x, y in zip(a, b, strict=True)
+    ]
+    assert all(x.shape == y.shape for x, y in bytes_of)
+    return torch.stack([(x != y).any() for x, y in bytes_of]).nonzero().flatten().tolist()
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """The same bytes: -0.0 is not 0.0, and a NaN is itself."""
-    a, b = (v.contiguous().flatten().view(torch.uint8) for v in (a, b))
-    return torch.equal(a, b)
+    """The same bytes."""
+    return differing([a], [b]) == []
 
 
 def same_results(a: Result, b: Result) -> list[str]:
     """The names of the tensors whose bytes differ."""
-    others = b.tensors()
-    return [name for name, value in a.tensors().items() if not same(value, others[name])]
+    names, others = list(a.tensors()), b.tensors()
+    found = differing(list(a.tensors().values()), [others[name] for name in names])
+    return [names[i] for i in found]

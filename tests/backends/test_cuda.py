@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -18,11 +17,10 @@ from torch import Tensor
 from mok_megatron import backends
 from mok_megatron.backends import cuda, library
 from mok_megatron.backends.cuda import CudaBackend
-from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import OVERFULL, MoEShape, WeightGradients
-from mok_megatron.function import FreshGradients, fused_moe
+from mok_megatron.function import FreshGradients
 from tests.backends import cuda_cases as cases
-from tests.batches import LOADS, Case
+from tests.batches import Case
 
 SHAPE = MoEShape(
     hidden=128, ffn=64, shared_ffn=64, num_experts=4, top_k=2, ep_size=1, dtype=torch.bfloat16
@@ -35,7 +33,7 @@ CASE = Case(
     num_experts=8,
     top_k=3,
     tokens=(301,),
-    load="skewed",
+    load="zipf",
     dtype=torch.bfloat16,
 )
 gpu = pytest.mark.gpu
@@ -149,33 +147,6 @@ def test_poison_reaches_what_the_allocator_hands_out() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("first", range(30_000, 30_240, 20))
-def test_random_cases_against_reference_and_oracle(first: int) -> None:
-    ratios: list[float] = []
-    broken: list[str] = []
-    for seed in range(first, first + 20):
-        dtype = (torch.float32, torch.bfloat16)[seed // 2 % 2]
-        problem = cases.Problem.of(cases.random_case(seed))
-        found = cases.compare(problem, dtype, accumulate=seed % 2 == 0)
-        ratios, broken = ratios + found[0], broken + found[1]
-    print(f"seeds {first} .. {first + 19}: {len(ratios)} tensors, median of error / reference's")
-    print(f"  {statistics.median(ratios):.4f}, largest {max(ratios):.4f}")
-    assert broken == []
-    assert statistics.median(ratios) <= 1.01
-
-
-@gpu
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("tokens", [0, 1, 512])
-def test_every_load_with_and_without_a_shared_expert(load: str, tokens: int) -> None:
-    for shared_ffn in (0, 192):
-        case = replace(CASE, load=load, tokens=(tokens,), shared_ffn=shared_ffn)
-        problem = cases.Problem.of(case)
-        assert cases.compare(problem, torch.float32, accumulate=True)[1] == []
-        assert cases.compare(problem, torch.bfloat16, accumulate=False)[1] == []
-
-
-@gpu
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (31, 2), (8192, 256), (3000, 2048)])
 def test_a_large_schedule_is_a_stable_sort(tokens: int, experts: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
@@ -185,8 +156,14 @@ def test_a_large_schedule_is_a_stable_sort(tokens: int, experts: int) -> None:
     expert_TK[torch.rand(tokens, top_k, generator=generator) < 0.1] = -1
     prob_TK = torch.rand(tokens, top_k, generator=generator)
     cases.poison()
-    plan = cuda._Plan.of(expert_TK.to(cases.DEVICE), prob_TK.to(cases.DEVICE), experts)
-    (start_E, count_E, _, _, faulty, row_TK, slot_R, prob_R) = (v.cpu() for v in plan.tensors())
+    library.load()
+    schedule = torch.ops.mok_megatron.route(
+        expert_TK.to(cases.DEVICE), prob_TK.to(cases.DEVICE), experts
+    )
+    plan = cuda._Plan.of(schedule, tokens, replace(SHAPE, num_experts=experts, top_k=top_k))
+    (start_E, count_E, _, _, faulty, row_TK, slot_R, prob_R) = (
+        getattr(plan, field.name).cpu() for field in fields(plan)
+    )
 
     ids = expert_TK.flatten()
     order = ids.argsort(stable=True)
@@ -247,7 +224,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     """The last tokens of a batch whose rows need 64-bit offsets: the bytes they have alone."""
     shape = MoEShape(hidden=7168, ffn=64, num_experts=8, top_k=8, ep_size=1, dtype=torch.bfloat16)
     case = replace(CASE, hidden=7168, ffn=64, shared_ffn=0, num_experts=8, top_k=8, tokens=(256,))
-    small = cases.Problem.of(replace(case, load="uniform"))
+    small = cases.Problem.of(replace(case, load="balanced"))
     copies = 150
     assert copies * 256 * 8 * 7168 > 2**31
     large = replace(
@@ -272,11 +249,11 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
 
 
 @gpu
-def test_twenty_repeats_give_the_same_bytes() -> None:
+def test_a_hundred_repeats_give_the_same_bytes() -> None:
     problem = cases.Problem.of(CASE)
     backend = cases.cuda_backend(problem.shape)
     first = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
-    for repeat in range(20):
+    for repeat in range(100):
         fresh = cases.cuda_backend(problem.shape) if repeat % 2 else backend
         again = cases.call(fresh, problem, problem.places(torch.float32, accumulate=True))
         assert cases.same_results(first, again) == [], repeat
@@ -321,7 +298,7 @@ def test_the_host_waits_for_nothing_not_even_in_the_first_call() -> None:
 
 @gpu
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_replays_of_a_captured_call_equal_eager_calls(accumulate: bool) -> None:
+def test_a_hundred_replays_of_a_captured_call_equal_eager_calls(accumulate: bool) -> None:
     problem = cases.Problem.of(CASE)
     backend, p = cases.cuda_backend(problem.shape), problem
     cases.call(backend, problem, problem.places(torch.float32, accumulate=accumulate))
@@ -333,7 +310,7 @@ def test_replays_of_a_captured_call_equal_eager_calls(accumulate: bool) -> None:
         y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, p.weights)
     with torch.cuda.graph(backward, pool=forward.pool()):
         gradients = backend.backward(context, dy_TH, p.weights, into)
-    for replay in range(20):
+    for replay in range(100):
         other = problem.rerouted(900 + replay)
         x_TH.copy_(other.x_TH.flip(0) if replay % 2 else other.x_TH)
         other = replace(other, x_TH=x_TH.clone())
@@ -348,91 +325,5 @@ def test_replays_of_a_captured_call_equal_eager_calls(accumulate: bool) -> None:
         backward.replay()
         eager = cases.call(backend, other, problem.places(torch.float32, accumulate=accumulate))
         found = [y_TH, gradients.dx_TH, gradients.dprob_TK, *cases.flat(into)]
-        for (name, expected), value in zip(eager.tensors().items(), found, strict=True):
-            assert cases.same(value, expected), (replay, name)
-
-
-@gpu
-def test_through_autograd_reentrant_and_twice() -> None:
-    """Two forwards before their backwards, a retained graph run twice: the direct call's bytes."""
-    problem = cases.Problem.of(CASE)
-    other = problem.rerouted(99)
-    backend = cases.cuda_backend(problem.shape)
-    expected = [
-        cases.call(backend, q, q.places(torch.bfloat16, accumulate=False)) for q in (problem, other)
-    ]
-    leaves = []
-    outputs = []
-    for q in (problem, other):
-        flat = [w.clone().requires_grad_() for w in q.weights.flat()]
-        x, prob = q.x_TH.clone().requires_grad_(), q.prob_TK.clone().requires_grad_()
-        weights = type(q.weights).of(tuple(flat), q.shape)
-        outputs.append(fused_moe(x, q.expert_TK, prob, weights, backend))
-        leaves.append([x, prob, *flat])
-    with torch.no_grad():
-        fused_moe(problem.x_TH, problem.expert_TK, problem.prob_TK, problem.weights, backend)
-    for index in (0, 1, 0):
-        cases.poison()
-        found = torch.autograd.grad(outputs[index], leaves[index], problem.dy_TH, retain_graph=True)
-        wanted = expected[index]
-        assert cases.same(outputs[index].detach(), wanted.y_TH)
-        for value, true in zip(found, (wanted.dx_TH, wanted.dprob_TK, *wanted.dw), strict=True):
-            assert cases.same(value, true)
-
-
-# On a GPU: faults.
-
-
-@gpu
-@pytest.mark.parametrize(
-    ("ids", "words"),
-    [
-        ((8, 1, 2), r"in \[0, 8\), got 8 at token 200, slot 0"),
-        ((1, -3, 2), r"got -3 at token 200, slot 1"),
-        ((1, 2, 2**31 - 1), r"got 2147483647 at token 200, slot 2"),
-        ((5, -1, 5), r"only once, got expert 5 again at token 200, slot 2"),
-        ((OVERFULL, OVERFULL, OVERFULL), r"at most 3 experts, got more routes at token 200"),
-    ],
-)
-def test_a_bad_choice_poisons_its_call_and_is_raised_once(ids: tuple[int, ...], words: str) -> None:
-    problem, p = cases.Problem.of(CASE), cases.Problem.of(CASE)
-    backend = cases.cuda_backend(problem.shape)
-    good = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
-    bad_TK = problem.expert_TK.clone()
-    bad_TK[200] = torch.tensor(ids, dtype=torch.int32)
-    bad_TK[250, 0] = -7  # a later one, which is not reported
-    into = problem.places(torch.float32, accumulate=True)
-    y_TH, context = backend.forward(p.x_TH, bad_TK, p.prob_TK, p.weights)
-    torch.cuda.synchronize()
-    assert bool(y_TH.isnan().all())
-    with pytest.raises(RuntimeError, match=words):
-        backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
-    backend.check()
-    gradients = backend.backward(context, p.dy_TH, p.weights, into)
-    assert bool(gradients.dx_TH.isnan().all())
-    assert bool(gradients.dprob_TK.isnan().all())
-    again = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
-    assert cases.same_results(good, again) == []
-    backend.check()
-
-
-@gpu
-def test_arguments_of_another_form_raise_before_any_launch() -> None:
-    problem = p = cases.Problem.of(CASE)
-    backend = cases.cuda_backend(problem.shape)
-    with pytest.raises(RuntimeError, match="x must be"):
-        backend.forward(p.x_TH.float(), p.expert_TK, p.prob_TK, p.weights)
-    with pytest.raises(RuntimeError, match="expert must be"):
-        backend.forward(p.x_TH, p.expert_TK.long(), p.prob_TK, p.weights)
-    with pytest.raises(RuntimeError, match="on x's device"):
-        backend.forward(p.x_TH, p.expert_TK, p.prob_TK.cpu(), p.weights)
-    _, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
-    with pytest.raises(RuntimeError, match="dy must be"):
-        backend.backward(context, p.dy_TH[1:], p.weights, p.places(torch.float32, accumulate=True))
-    reference = ReferenceBackend(problem.shape, None)
-    assert torch.equal(
-        backend.schedule(context).source_R3,
-        reference.schedule(
-            reference.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)[1]
-        ).source_R3,
-    )
+        wrong = cases.differing(found, list(eager.tensors().values()))
+        assert wrong == [], (replay, [list(eager.tensors())[i] for i in wrong])

@@ -30,10 +30,11 @@ class Layout:
     real_R: torch.Tensor  # bool
 
     @classmethod
-    def of(cls, counts: Sequence[int], *, spare: int = 128) -> Layout:
+    def of(cls, counts: Sequence[int], *, spare: int = 128, gap: int = 0) -> Layout:
+        """`gap`: unused rows after each expert's, a multiple of the row tile."""
         starts = [0]
         for count in counts:
-            starts.append(starts[-1] + -(-count // library.ROW_TILE) * library.ROW_TILE)
+            starts.append(starts[-1] + -(-count // library.ROW_TILE) * library.ROW_TILE + gap)
         rows = starts[-1] + spare
         real = torch.zeros(rows, dtype=torch.bool)
         for start, count in zip(starts, counts, strict=False):

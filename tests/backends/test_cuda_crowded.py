@@ -1,0 +1,118 @@
+"""The layer among other kernels: most SMs held by one that does not end, and two streams at once.
+
+The holder is a kernel of one-thread CTAs that take all shared memory of their SM, so that no CTA of
+a layer fits beside one. It ends when the host says so, or after a limit, so that nothing can hang
+longer than that. All waiting on the host has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.backends import cuda_cases as cases
+from tests.batches import Case
+
+gpu = pytest.mark.gpu
+LIMIT = 20  # seconds that a holder stays at most
+CASE = Case(
+    seed=29,
+    hidden=256,
+    ffn=192,
+    shared_ffn=128,
+    num_experts=8,
+    top_k=3,
+    tokens=(500,),
+    load="zipf",
+    dtype=torch.bfloat16,
+)
+HOLD = r"""
+extern "C" __global__ void hold(volatile int* words, int seconds) {
+  // words[0]: may end; words[1 + c]: CTA c runs
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  words[1 + blockIdx.x] = 1;
+  __threadfence_system();
+  do {
+    __nanosleep(2000);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (words[0] == 0 && now - start < seconds * 1000000000ull);
+}
+"""
+
+
+def _wait(until: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not until() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return until()
+
+
+@contextmanager
+def _held(sms: int) -> Iterator[Callable[[], bool]]:
+    """So many SMs are taken while the block runs; yields whether they still are."""
+    kernel = torch.cuda._compile_kernel(HOLD, "hold")
+    room = torch.cuda.get_device_properties(cases.DEVICE).shared_memory_per_block_optin
+    kernel.set_shared_memory_config(room)
+    words = torch.zeros(1 + sms, dtype=torch.int32).pin_memory()
+    stream, ended = torch.cuda.Stream(), torch.cuda.Event()
+    try:
+        kernel((sms, 1, 1), (1, 1, 1), [words, LIMIT], shared_mem=room, stream=stream)
+        ended.record(stream)
+        assert _wait(lambda: bool(words[1:].all()), LIMIT / 2), f"{int(words[1:].sum())} CTAs run"
+        yield lambda: not ended.query()
+    finally:
+        words[0] = 1
+        stream.synchronize()
+
+
+@gpu
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("left", [32, 5, 1])
+def test_a_layer_ends_while_another_kernel_holds_all_but_a_few_sms(left: int) -> None:
+    problem = cases.Problem.of(CASE)
+    backend, p = cases.cuda_backend(problem.shape), problem
+    into = problem.places(torch.float32, accumulate=True)
+    expected = cases.call(backend, problem, problem.places(torch.float32, accumulate=True))
+    torch.cuda.synchronize()
+    sms = torch.cuda.get_device_properties(cases.DEVICE).multi_processor_count
+    with _held(sms - left) as holds:
+        y_TH, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+        gradients = backend.backward(context, p.dy_TH, p.weights, into)
+        ended = torch.cuda.Event()
+        ended.record()
+        assert _wait(ended.query, LIMIT / 2), "the layer waits for the other kernel"
+        assert holds(), "the other kernel ended too early to show anything"
+    found = [y_TH, gradients.dx_TH, gradients.dprob_TK, *cases.flat(into)]
+    assert cases.differing(found, list(expected.tensors().values())) == []
+
+
+@gpu
+def test_two_streams_share_a_backend() -> None:
+    problems = [cases.Problem.of(CASE), cases.Problem.of(CASE).rerouted(5)]
+    backend = cases.cuda_backend(problems[0].shape)
+    rounds = 20
+    expected, into = [], []
+    for p in problems:
+        result = cases.call(backend, p, p.places(torch.float32, accumulate=True))
+        expected.append(list(result.tensors().values()))
+        into.append([p.places(torch.float32, accumulate=True) for _ in range(rounds)])
+    streams = [torch.cuda.Stream() for _ in problems]
+    found: list[list[list[Tensor]]] = [[], []]
+    torch.cuda.synchronize()
+    for index in range(rounds):
+        for which, p in enumerate(problems):
+            with torch.cuda.stream(streams[which]):
+                y_TH, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+                gradients = backend.backward(context, p.dy_TH, p.weights, into[which][index])
+            places = cases.flat(into[which][index])
+            found[which].append([y_TH, gradients.dx_TH, gradients.dprob_TK, *places])
+    torch.cuda.synchronize()
+    for which in range(len(problems)):
+        for index in range(rounds):
+            assert cases.differing(found[which][index], expected[which]) == [], (which, index)
