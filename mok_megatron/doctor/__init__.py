@@ -3,11 +3,12 @@
     machine.py       the facts, gathered in one place into one record
     probes.py        facts for which torch or the driver must be touched, by processes that may die
     trial.py         a small layer, by a backend and by a dense float64 layer
+    determinism.py   the same layer again and again, in processes of their own: the same bytes?
     finding.py       what a check is, and what it finds
     software.py      checks of what is installed, and for which GPUs
     surroundings.py  checks of links, memory, limits, variables, and the trials
     judge.py         which backend, and all findings
     __main__.py      the command
 
-Nothing here imports Megatron, and nothing but a probe and its trial imports torch.
+Nothing here imports Megatron, and nothing but what runs in a probe imports torch.
 """

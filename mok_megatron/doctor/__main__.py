@@ -1,6 +1,7 @@
 """python -m mok_megatron.doctor: the facts, the findings, and an exit code.
 
-Exit codes: 0 this machine can run what was asked, 1 it cannot, 2 wrong usage, 130 Ctrl-C.
+Exit codes: 0 this machine can run what was asked, 1 it cannot (or --determinism saw different
+bytes), 2 wrong usage, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 
 from mok_megatron import __version__
 from mok_megatron.config import BACKENDS
+from mok_megatron.doctor import determinism
 from mok_megatron.doctor.finding import Finding
 from mok_megatron.doctor.judge import CHECKS, examine, judged
 from mok_megatron.doctor.machine import Machine, gather
@@ -25,7 +27,7 @@ info      of no consequence for the backend in question
 warning   it runs, but slower, or not for everybody
 error     it does not run; the line with -> says what to do
 
-exit code: 0 the machine can run the backend, 1 it cannot, 2 wrong usage
+exit code: 0 the machine can run the backend, 1 it cannot (or bytes differ), 2 wrong usage
 """
 
 
@@ -38,6 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     backend, why = judged(options.backend, machine)
     findings = examine(machine, backend)
     can_run = not any(finding.level == "error" for finding in findings)
+    repeats = (
+        determinism.repeat(backend, options.limit) if can_run and options.determinism else None
+    )
     if options.json:
         answer = {
             "mok_megatron": __version__,
@@ -47,11 +52,15 @@ def main(arguments: list[str] | None = None) -> int:
             "findings": [dataclasses.asdict(finding) for finding in findings],
             "machine": dataclasses.asdict(machine),
         }
+        if repeats is not None:
+            answer["determinism"] = {**dataclasses.asdict(repeats), "same": repeats.same}
         print(json.dumps(answer))
     else:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         print(render(machine, findings, backend, why, width))
-    return 0 if can_run else 1
+        if repeats is not None:
+            print(f"\n{determinism.render(repeats)}")
+    return 0 if can_run and (repeats is None or repeats.same) else 1
 
 
 def render(machine: Machine, findings: list[Finding], backend: str, why: str, width: int) -> str:
@@ -96,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=BACKENDS,
         default="auto",
         help="which backend to judge the machine for; auto: cuda where a GPU is, else reference",
+    )
+    parser.add_argument(
+        "--determinism",
+        action="store_true",
+        help=f"also run a small layer {determinism.REPEATS} times in each of "
+        f"{determinism.PROCESSES} processes, and compare all bytes of its results",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all facts")
     parser.add_argument(

@@ -1,14 +1,19 @@
-// route.cuh on the host: a lane is a thread, a warp's collectives are barriers.
-// Reads cases from stdin, "T K E" and T x K ids each, until the end; writes for
-// each: faulty, the fault record, starts, counts, rows of slots, slots of rows
-// up to the last start.
+// route.cuh on the host, many cases in one call. A CUDA thread is a stack of its own; at a
+// collective it gives way, and which of those that may go on does is drawn, so what a missing
+// barrier leaves open happens in one order and in the other. Buffers have words around them that
+// must stay as they are.
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
 #include <array>
 #include <atomic>
-#include <barrier>
 #include <bit>
 #include <cstdint>
-#include <cstdio>
-#include <thread>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #define __device__
@@ -19,142 +24,244 @@ using std::min;
 struct Index {
   unsigned x;
 };
-thread_local Index threadIdx;
-Index blockDim;
+static Index threadIdx, blockDim;
 
-struct Warp {
-  std::barrier<> barrier{32};
-  std::array<int, 32> value;
+namespace {
 
-  // Every lane's value, then `read` of them, before any lane goes on.
-  template <class Read>
-  int exchange(int mine, Read read) {
-    value[threadIdx.x % 32] = mine;
-    barrier.arrive_and_wait();
-    const int result = read(value);
-    barrier.arrive_and_wait();
-    return result;
-  }
+constexpr int kMostThreads = 1024;
+constexpr int kStackBytes = (16 << 10) + 192;  // not a power of two: each in cache lines of its own
+
+enum class State { kMayGoOn, kWaitsForWarp, kWaitsForCta, kHasEnded };
+
+struct Thread {
+  jmp_buf here;
+  State state;
 };
-thread_local Warp* warp;
-thread_local std::barrier<>* cta;
 
-void __syncwarp() { warp->barrier.arrive_and_wait(); }
-void __syncthreads() { cta->arrive_and_wait(); }
-void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-int __popc(uint32_t bits) { return std::popcount(bits); }
+std::vector<Thread> threads(kMostThreads);
+std::vector<char> stacks(kMostThreads* kStackBytes);
+jmp_buf scheduler;
+ucontext_t outside, inside;
+const std::function<void()>* body;
+std::array<int, kMostThreads> exchanged;
+std::mt19937 draw;
 
-uint32_t __match_any_sync(uint32_t, int mine) {
-  return warp->exchange(mine, [&](const auto& value) {
+[[gnu::noinline]] void give_way(State state) {
+  threads[threadIdx.x].state = state;
+  if (_setjmp(threads[threadIdx.x].here) == 0) _longjmp(scheduler, 1);
+}
+
+[[gnu::noinline]] void go_on(int thread) {
+  threadIdx.x = thread;
+  if (_setjmp(scheduler) == 0) _longjmp(threads[thread].here, 1);
+}
+
+void live() {
+  if (_setjmp(threads[threadIdx.x].here) == 0) swapcontext(&inside, &outside);
+  for (;;) {
+    (*body)();
+    give_way(State::kHasEnded);
+  }
+}
+
+void make_threads() {
+  for (int thread = 0; thread < kMostThreads; ++thread) {
+    getcontext(&inside);
+    inside.uc_stack.ss_sp = &stacks[thread * kStackBytes];
+    inside.uc_stack.ss_size = kStackBytes;
+    makecontext(&inside, live, 0);
+    threadIdx.x = thread;
+    swapcontext(&outside, &inside);
+  }
+}
+
+// All of a group wait for it: they may go on.
+void release(int count, int group, State waiting) {
+  for (int first = 0; first < count; first += group) {
+    const auto begin = threads.begin() + first, end = begin + group;
+    const auto waits = [&](const Thread& t) { return t.state == waiting; };
+    if (std::all_of(begin, end, waits)) {
+      std::for_each(begin, end, [](Thread& t) { t.state = State::kMayGoOn; });
+    }
+  }
+}
+
+// Runs a CTA; false when it stands still, and then its threads are of no more use.
+bool launch(int count, const std::function<void()>& what) {
+  static bool made = false;
+  if (!made) make_threads();
+  made = true;
+  body = &what;
+  blockDim.x = count;
+  for (int thread = 0; thread < count; ++thread) threads[thread].state = State::kMayGoOn;
+  for (;;) {
+    const unsigned first = draw(), stride = draw() | 1;  // odd: meets every thread, 2^n of them
+    bool moved = false, ended = true;
+    for (int i = 0; i < count; ++i) {
+      const int thread = (first + i * stride) % count;
+      if (threads[thread].state == State::kMayGoOn) {
+        go_on(thread);
+        moved = true;
+      }
+      ended = ended && threads[thread].state == State::kHasEnded;
+    }
+    if (ended) return true;
+    if (!moved) return made = false;
+    release(count, 32, State::kWaitsForWarp);
+    release(count, count, State::kWaitsForCta);
+  }
+}
+
+// Every lane's value, then `read` of its warp's, before any lane goes on.
+template <class Read>
+int exchange(int mine, Read read) {
+  exchanged[threadIdx.x] = mine;
+  give_way(State::kWaitsForWarp);
+  const int result = read(&exchanged[threadIdx.x / 32 * 32]);
+  give_way(State::kWaitsForWarp);
+  return result;
+}
+
+}  // namespace
+
+static void __syncwarp() { give_way(State::kWaitsForWarp); }
+[[maybe_unused]] static void __syncthreads() { give_way(State::kWaitsForCta); }
+static void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+static int __popc(uint32_t bits) { return std::popcount(bits); }
+static uint32_t __match_any_sync(uint32_t, int mine) {
+  return exchange(mine, [&](const int* value) {
     uint32_t peers = 0;
     for (int lane = 0; lane < 32; ++lane) peers |= (value[lane] == mine ? 1u : 0u) << lane;
     return static_cast<int>(peers);
   });
 }
-uint32_t __ballot_sync(uint32_t, bool mine) {
-  return warp->exchange(mine, [&](const auto& value) {
-    uint32_t votes = 0;
-    for (int lane = 0; lane < 32; ++lane) votes |= (value[lane] ? 1u : 0u) << lane;
-    return static_cast<int>(votes);
-  });
+static int __shfl_sync(uint32_t, int mine, int from) {
+  return exchange(mine, [&](const int* value) { return value[from]; });
 }
-int __shfl_sync(uint32_t, int mine, int from) {
-  return warp->exchange(mine, [&](const auto& value) { return value[from]; });
-}
-int __shfl_up_sync(uint32_t, int mine, int by) {
+static int __shfl_up_sync(uint32_t, int mine, int by) {
   const int lane = threadIdx.x % 32;
-  return warp->exchange(mine,
-                        [&](const auto& value) { return value[lane < by ? lane : lane - by]; });
+  return exchange(mine, [&](const int* value) { return value[lane < by ? lane : lane - by]; });
 }
 
 #include "device/route.cuh"
 
-template <class Body>
-void launch(int threads, Body body) {
-  std::vector<Warp> warps(threads / 32);
-  std::barrier<> barrier(threads);
-  blockDim.x = threads;
-  std::vector<std::thread> running;
-  for (int thread = 0; thread < threads; ++thread) {
-    running.emplace_back([&, thread] {
-      threadIdx.x = thread;
-      warp = &warps[thread / 32];
-      cta = &barrier;
-      body();
-    });
+namespace {
+
+constexpr int32_t kUnset = -77;
+constexpr int kAround = 64;
+
+template <class T>
+struct Buffer {
+  std::vector<T> all;
+  explicit Buffer(int count) : all(count + 2 * kAround, static_cast<T>(kUnset)) {}
+  T* data() { return all.data() + kAround; }
+  int count() const { return static_cast<int>(all.size()) - 2 * kAround; }
+  // From word `used` on nobody has written, nor before the first.
+  bool untouched_from(int used) const {
+    const auto unset = [](T word) { return word == static_cast<T>(kUnset); };
+    return std::all_of(all.begin(), all.begin() + kAround, unset) &&
+           std::all_of(all.begin() + kAround + used, all.end(), unset);
   }
-  for (auto& thread : running) thread.join();
+  bool intact() const { return untouched_from(count()); }
+};
+
+std::vector<int> in_any_order(int count, int step) {
+  std::vector<int> order((count + step - 1) / step);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i) * step;
+  std::shuffle(order.begin(), order.end(), draw);
+  return order;
 }
 
-void print(const int32_t* values, int count) {
-  for (int i = 0; i < count; ++i) std::printf("%d ", values[i]);
-  std::printf("\n");
+// The words of test_route.py's oracle; empty when a CTA stood still.
+std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t* ids) {
+  const int slots = tokens * choices, chunks = mok::tiles_of(slots, mok::kChunk);
+  const int columns = experts + 1, most = slots + 127 * min(slots, experts);
+  Buffer<int32_t> id(slots), counts((chunks + 1) * columns), start(columns), count(experts);
+  Buffer<int32_t> row(slots), slot(most), starts(columns), next(columns);
+  Buffer<int32_t> shared_start(2), shared_count(1), faulty(1);
+  Buffer<float> prob(slots), row_prob(most);
+  std::copy(ids, ids + slots, id.data());
+  std::iota(prob.data(), prob.data() + slots, 1.0f);
+  mok::RouteFault fault{};
+  const mok::RouteArguments a{.expert_TK = id.data(),
+                              .prob_TK = prob.data(),
+                              .tokens = tokens,
+                              .choices = choices,
+                              .experts = experts,
+                              .chunks = chunks,
+                              .counts = counts.data(),
+                              .row_start = start.data(),
+                              .row_count = count.data(),
+                              .shared_start = shared_start.data(),
+                              .shared_count = shared_count.data(),
+                              .faulty = faulty.data(),
+                              .row_TK = row.data(),
+                              .slot_R = slot.data(),
+                              .prob_R = row_prob.data(),
+                              .fault = &fault,
+                              .stream = nullptr};
+  static int32_t sums[mok::kPrefixSegments][mok::kPrefixColumns];
+  bool ran = true;
+  for (int chunk : in_any_order(chunks, 1))
+    ran = ran && launch(32, [&] { mok::count_chunk(a, chunk, next.data()); });
+  for (int first : in_any_order(columns, mok::kPrefixColumns))
+    ran = ran && launch(mok::kPrefixColumns * mok::kPrefixSegments,
+                        [&] { mok::prefix_columns(a, first, sums); });
+  ran = ran && launch(32, [&] { mok::scan_starts(a, starts.data()); });
+  for (int chunk : in_any_order(chunks, 1))
+    ran = ran && launch(32, [&] { mok::place_chunk(a, chunk, starts.data(), next.data()); });
+  const std::vector<int> order = in_any_order(experts, 1);
+  ran = ran && launch(32, [&] {
+          for (int expert : order) mok::place_padding(a, expert, starts.data());
+        });
+  ran = ran && launch(32, [&] { mok::place_split(a, starts.data()); });
+  if (!ran) return {};
+
+  const int rows = max(0, min(start.data()[experts], most));
+  bool right = slot.untouched_from(rows) && row_prob.untouched_from(rows) && prob.intact();
+  for (const auto* b : {&id,
+                        &counts,
+                        &start,
+                        &count,
+                        &row,
+                        &starts,
+                        &next,
+                        &shared_start,
+                        &shared_count,
+                        &faulty}) {
+    right = right && b->intact();
+  }
+  for (int i = 0; i < rows; ++i) {
+    const int from = slot.data()[i];
+    right = right && row_prob.data()[i] == (from < 0 || from >= slots ? 0.0f : prob.data()[from]);
+  }
+  std::vector<int32_t> words{right, fault.kind, fault.expert, fault.token, fault.choice};
+  const auto add = [&](Buffer<int32_t>& b, int n) {
+    words.insert(words.end(), b.data(), b.data() + n);
+  };
+  add(faulty, 1);
+  add(shared_start, 2);
+  add(shared_count, 1);
+  add(start, columns);
+  add(count, experts);
+  add(row, slots);
+  add(slot, rows);
+  return words;
 }
 
-int main() {
-  static constexpr int32_t kUnset = -77;
-  int tokens, choices, experts;
-  while (std::scanf("%d %d %d", &tokens, &choices, &experts) == 3) {
-    const int slots = tokens * choices, chunks = mok::tiles_of(slots, mok::kChunk),
-              columns = experts + 1;
-    const auto words = [](int count) { return std::vector<int32_t>(count, kUnset); };
-    auto ids = words(slots), counts = words((chunks + 1) * columns), start = words(columns),
-         count = words(experts);
-    auto row = words(slots), slot = words(slots + 128 * experts), starts = words(columns),
-         next = words(columns);
-    for (int& id : ids) {
-      if (std::scanf("%d", &id) != 1) return 1;
-    }
-    int32_t shared_start[2], shared_count, faulty;
-    std::vector<float> prob(slots), row_prob(slot.size());
-    for (int i = 0; i < slots; ++i) prob[i] = static_cast<float>(i);
-    mok::RouteFault fault{};
-    const mok::RouteArguments a{.expert_TK = ids.data(),
-                                .prob_TK = prob.data(),
-                                .tokens = tokens,
-                                .choices = choices,
-                                .experts = experts,
-                                .chunks = chunks,
-                                .counts = counts.data(),
-                                .row_start = start.data(),
-                                .row_count = count.data(),
-                                .shared_start = shared_start,
-                                .shared_count = &shared_count,
-                                .faulty = &faulty,
-                                .row_TK = row.data(),
-                                .slot_R = slot.data(),
-                                .prob_R = row_prob.data(),
-                                .fault = &fault,
-                                .stream = nullptr};
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      launch(32, [&] { mok::count_chunk(a, chunk, next.data()); });
-    }
-    static int32_t sums[mok::kPrefixSegments][mok::kPrefixColumns];
-    for (int first = 0; first < columns; first += mok::kPrefixColumns) {
-      launch(mok::kPrefixColumns * mok::kPrefixSegments,
-             [&] { mok::prefix_columns(a, first, sums); });
-    }
-    launch(32, [&] { mok::scan_starts(a, starts.data()); });
-    for (int chunk = chunks - 1; chunk >= 0; --chunk) {  // in any order
-      launch(32, [&] { mok::place_chunk(a, chunk, starts.data(), next.data()); });
-    }
-    launch(32, [&] {
-      for (int expert = 0; expert < experts; ++expert) mok::place_padding(a, expert, starts.data());
-      mok::place_split(a, starts.data());
-    });
-    print(&faulty, 1);
-    print(&fault.kind, 4);
-    print(start.data(), columns);
-    print(count.data(), experts);
-    print(row.data(), slots);
-    print(slot.data(), start[experts]);
+}  // namespace
 
-    bool right = shared_count == tokens && shared_start[0] == 0 &&
-                 shared_start[1] == (tokens + 127) / 128 * 128;
-    for (int i = 0; i < start[experts]; ++i)
-      right = right && row_prob[i] == (slot[i] < 0 ? 0.0f : prob[slot[i]]);
-    for (size_t i = start[experts]; i < slot.size(); ++i) right = right && slot[i] == kUnset;
-    std::printf("%d\n", right ? 1 : 0);
+// cases: tokens, choices, experts, seed of the order of things, room in `out`, for each. Where the
+// words do not fill the room, the first is -1 (they are too few or too many) or -2 (a CTA stood
+// still).
+extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* ids, int32_t* out) {
+  for (; count > 0; --count, cases += 5) {
+    draw.seed(static_cast<uint32_t>(cases[3]));
+    const std::vector<int32_t> words = routed(cases[0], cases[1], cases[2], ids);
+    const size_t room = static_cast<size_t>(cases[4]);
+    std::copy_n(words.begin(), min(words.size(), room), out);
+    if (words.size() != room) *out = words.empty() ? -2 : -1;
+    ids += cases[0] * cases[1];
+    out += room;
   }
-  return 0;
 }

@@ -101,8 +101,8 @@ class Planner:
         return [found[ticket] for ticket in range(total)]
 
 
-def drawn(draw: random.Random) -> Shape:
-    experts, passes = draw.randint(1, 40), draw.choice((2, 4))
+def drawn(draw: random.Random, most: int = 40) -> Shape:
+    experts, passes = draw.randint(1, most), draw.choice((2, 4))
     count = [draw.choice(COUNTS) for _ in range(experts)]
     start = [0]
     for rows in count:
