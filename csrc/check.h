@@ -23,6 +23,7 @@ enum class Tag : uint32_t {
   kLoadRows,        // load waits for moved rows
   kLoadBlock,       // load waits for a block's earlier product
   kLoadExpert,      // load waits for an expert's earlier product
+  kMoveChunk,       // mover waits for a chunk of a row
   kCombineRows,     // combine waits for a token's rows
   kCombineSums,     // combine waits for the sums of prob's gradient
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
@@ -57,6 +58,8 @@ inline const char* describe(Tag tag) {
       return "load waited for the earlier product of its block";
     case Tag::kLoadExpert:
       return "load waited for the earlier product of its expert";
+    case Tag::kMoveChunk:
+      return "the mover waited for a piece of a row";
     case Tag::kCombineRows:
       return "combine waited for the rows of a token";
     case Tag::kCombineSums:
@@ -83,7 +86,7 @@ constexpr long long kDeadlineCycles =
     20'000'000'000;  // about 10 s: a healthy wait takes microseconds
 
 #ifdef __CUDACC__
-[[noreturn]] __device__ __noinline__ inline void fail(Fault* fault, Tag tag, uint32_t value) {
+[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
   if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
     fault->cta = blockIdx.x;
     fault->thread = threadIdx.x;

@@ -79,46 +79,130 @@ MOK_HOST_DEVICE int segment_tiles(const PlanShape& s, Segment segment) {
   return blocks * pass.n_tiles;
 }
 
-// Where a walker through the segments stands; tickets only grow.
 struct Plan {
   PlanShape shape;
-  const int32_t* first;  // [segments + 1]: the segments' first tickets; the last is their number
+  const int32_t* first;  // [segments + 1, then 3 of any value], 16-byte aligned: the segments'
+                         // first tickets; the last is their number
 
   MOK_HOST_DEVICE int count() const { return first[shape.segments()]; }
+};
 
-  MOK_HOST_DEVICE Tile at(int ticket, int& segment) const {
-    while (first[segment + 1] <= ticket) ++segment;
-    const Segment what = segment_at(shape, segment);
-    const int inside = ticket - first[segment];
-    Tile tile = no_tile();
-    tile.expert = what.expert;
-    tile.pass = what.pass;
-    if (what.pass == shape.passes) {
-      tile.m = inside;
-      return tile;
-    }
-    const bool shared = what.expert == shape.experts;
-    if (shared) tile.pass += shape.passes + 1;
-    const PassShape& pass = (shared ? shape.shared : shape.routed)[what.pass];
-    const int start = shared ? 0 : shape.start[what.expert];
-    const int valid = shared ? shape.tokens : shape.count[what.expert];
-    const int end = shared ? shape.shared_blocks() * kRowTile : shape.start[what.expert + 1];
-    tile.fault = (start | end) % kRowTile != 0 || start < 0 || valid < 0 || end - start < valid ||
-                 (!shared && end > shape.capacity);
-    if (tile.fault) return tile;
-    tile.row = start;
-    if (pass.m_tiles > 0) {
-      place(inside, pass.m_tiles, pass.n_tiles, tile);
-      tile.rows = valid;
-      tile.depth = valid > 0 ? tiles_of(valid, kDepthTile) : 1;
-      return tile;
-    }
-    place(inside, (end - start) / kRowTile, pass.n_tiles, tile);
-    tile.row += tile.m * kRowTile;
-    const int left = valid - tile.m * kRowTile;
-    tile.rows = left < 0 ? 0 : left < kRowTile ? left : kRowTile;
-    tile.depth = pass.depth;
+struct ExpertRows {
+  int32_t start, end, valid;
+};
+
+MOK_HOST_DEVICE ExpertRows rows_of(const PlanShape& s, const Segment& segment) {
+  if (segment.pass == s.passes) return {0, 0, 0};  // combine
+  if (segment.expert == s.experts) return {0, s.shared_blocks() * kRowTile, s.tokens};
+  return {s.start[segment.expert], s.start[segment.expert + 1], s.count[segment.expert]};
+}
+
+// The tile number `inside` of a segment.
+MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& segment, int inside,
+                             const ExpertRows& rows) {
+  Tile tile = no_tile();
+  tile.expert = segment.expert;
+  tile.pass = segment.pass;
+  if (segment.pass == s.passes) {
+    tile.m = inside;
     return tile;
+  }
+  const bool shared = segment.expert == s.experts;
+  if (shared) tile.pass += s.passes + 1;
+  const PassShape& pass = (shared ? s.shared : s.routed)[segment.pass];
+  tile.fault = rows.start % kRowTile != 0 || rows.start < 0 || rows.valid < 0 ||
+               rows.end - rows.start != tiles_of(rows.valid, kRowTile) * kRowTile ||
+               (!shared && rows.end > s.capacity);
+  if (tile.fault) return tile;
+  tile.row = rows.start;
+  if (pass.m_tiles > 0) {
+    place(inside, pass.m_tiles, pass.n_tiles, tile);
+    tile.rows = rows.valid;
+    tile.depth = rows.valid > 0 ? tiles_of(rows.valid, kDepthTile) : 1;
+    return tile;
+  }
+  place(inside, (rows.end - rows.start) / kRowTile, pass.n_tiles, tile);
+  tile.row += tile.m * kRowTile;
+  const int left = rows.valid - tile.m * kRowTile;
+  tile.rows = left < kRowTile ? left : kRowTile;
+  tile.depth = pass.depth;
+  return tile;
+}
+
+struct alignas(16) FourTickets {
+  int32_t value[4];
+};
+
+// Finds the tiles of tickets, which only grow. Each call looks at what the call before has asked of
+// memory, so that who calls now and then never waits.
+struct PlanWalker {
+  int32_t segment = 0;  // the ticket's, or one before it
+  int32_t first = 0;    // its first ticket
+  int32_t state = 0;    // nothing is asked for; `ahead` is; `rows` are
+  FourTickets ahead{};  // first tickets of the four segments around and after it
+  ExpertRows rows{};
+
+  MOK_HOST_DEVICE bool find(const Plan& plan, int ticket, Tile& tile) {
+    if (state < 2) {
+      if (state == 0 || !walk(ticket)) {
+        ahead = *reinterpret_cast<const FourTickets*>(plan.first + (segment + 1) / 4 * 4);
+        state = 1;
+        return false;
+      }
+      rows = rows_of(plan.shape, segment_at(plan.shape, segment));
+      state = 2;
+      return false;
+    }
+    tile = tile_of(plan.shape, segment_at(plan.shape, segment), ticket - first, rows);
+    state = 1;  // `ahead` is still of this segment
+    return true;
+  }
+
+ private:
+  // Within `ahead`; true if the ticket's segment is among them.
+  MOK_HOST_DEVICE bool walk(int ticket) {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int i = 0; i < 4; ++i) {
+      if (i != (segment + 1) % 4) continue;
+      if (ahead.value[i] > ticket) return true;
+      first = ahead.value[i];
+      ++segment;
+    }
+    return false;
+  }
+};
+
+// The order of moves: tickets -> groups of kMoveRows rows. Source 0 is what the first pass reads.
+// Source 1, where there is one, is read by the last pass alone, and so follows by as many experts
+// as that pass does.
+constexpr int kMoveRows = 4;
+
+struct Move {
+  int32_t group;
+  int32_t source;
+};
+
+struct MoveOrder {
+  int32_t sources;
+  int32_t groups;  // of one source
+  int32_t lag;
+
+  MOK_HOST_DEVICE static MoveOrder of(const PlanShape& s, int sources) {
+    const int ahead = s.ahead < s.experts ? s.ahead + 1 : s.experts;
+    return {sources,
+            s.start[s.experts] / kMoveRows,
+            s.start[ahead < s.experts ? ahead : s.experts] / kMoveRows};
+  }
+
+  MOK_HOST_DEVICE int count() const { return sources * groups; }
+
+  MOK_HOST_DEVICE Move at(int ticket) const {
+    if (sources == 1 || ticket < lag) return {ticket, 0};
+    const int after = ticket - lag, both = 2 * (groups - lag);
+    if (after >= both) return {groups - lag + after - both, 1};
+    return after % 2 == 0 ? Move{lag + after / 2, 0} : Move{after / 2, 1};
   }
 };
 

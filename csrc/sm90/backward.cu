@@ -5,7 +5,7 @@
 namespace mok::sm90 {
 namespace {
 
-using T = Buffered192;
+using T = Moving192;
 
 template <Gradient TYPE, bool ACCUMULATE>
 struct Backward : Direction<Backward<TYPE, ACCUMULATE>, T, 2 * kBoxBytes, true> {
@@ -143,7 +143,7 @@ void launch_backward(const BackwardArguments& x) {
             .rows = {x.dy_rows, x.x_rows},
             .sources = 2,
             .choices = r.choices,
-            .pieces = x.sizes.hidden / kPiece,
+            .row_bytes = 2 * x.sizes.hidden,
             .slot_R = r.slot_R};
   p.combine = {.rows = x.dx_rows,
                .shared = x.sizes.shared_width > 0 ? x.shared_dx : nullptr,

@@ -4,12 +4,13 @@
 namespace mok::sm90 {
 namespace {
 
-using T = Deep192;
-constexpr int kColumns = 32;  // of a unit: SwiGLU's half tiles have 96 columns
+using T = Moving192;
+constexpr int kColumns = 32;      // of a unit of up: SwiGLU's half tiles have 96 columns
+constexpr int kDownColumns = 64;  // of a unit of down
 
-struct Forward : Direction<Forward, T, kBoxRows * 2 * kColumns, false> {
+struct Forward : Direction<Forward, T, kBoxRows * 2 * kDownColumns, false> {
   using Up = Pass<Product::kForward, true, SwiGlu<T>>;
-  using Down = Pass<Product::kForward, false, StoreRows<T, kColumns>>;
+  using Down = Pass<Product::kForward, false, StoreRows<T, kDownColumns>>;
   static_assert(SwiGlu<T>::kWidth == kColumns);
 
   template <class F>
@@ -51,7 +52,7 @@ void set_passes(DirectionParameters& p, const ForwardArguments& x, const Group& 
 
   PassParameters& down = pass[1];
   down.a = encode_operand(bf16(g.activation, g.rows, g.width), {BLOCK_M, 1});
-  down.out = encode_boxes(bf16(g.out, g.rows, hidden), 2 * kColumns);
+  down.out = encode_boxes(bf16(g.out, g.rows, hidden), 2 * kDownColumns);
   set_table(down,
             g.w2,
             bf16(nullptr, hidden, g.width),
@@ -100,7 +101,7 @@ void launch_forward(const ForwardArguments& x) {
             .rows = {x.rows, nullptr},
             .sources = 1,
             .choices = r.choices,
-            .pieces = x.sizes.hidden / kPiece,
+            .row_bytes = 2 * x.sizes.hidden,
             .slot_R = r.slot_R};
   p.combine = {.rows = x.rows,
                .shared = x.sizes.shared_width > 0 ? x.shared_y : nullptr,

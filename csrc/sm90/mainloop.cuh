@@ -41,10 +41,12 @@ template <Product P>
 constexpr bool kOverRows = P == Product::kWeightGradient;
 
 // A kernel K has Tiling, Storage, Parameters with `fault`, and tells the roles apart by
-//   Tickets                 tickets -> tiles, and where they are counted
+//   Tickets                 tickets -> tiles, and where they are counted; find() is called until it
+//                           says that the tile is there, and then for the next ticket
 //   with_pass(p, tile, f)   f(G{}, parameters of the tile's pass G)
 //   input(p, tile)          load: the count that says that what the tile reads has been written
 //   announce(p, tile)       store: what the tile writes is in memory
+//   kReads, kAnnounces      has passes that read old values; other CTAs wait for tiles
 // and a pass G its product, whether a tile holds gate and up of a column, and its Epilogue.
 
 // What a pass needs; what one does not use stays empty.
@@ -83,7 +85,8 @@ __device__ __forceinline__ void check_table(const PassParameters& p, Fault* faul
   }
 }
 
-// The tile queue's reading end. A whole warp reads, or one thread of it.
+// The tile queue's reading end. A whole warp reads, or one thread of it. A tile is read where it
+// lies, to spare registers, and so stays in its slot until its reader is through with it.
 template <class K, bool WHOLE_WARP>
 struct TileReader {
   typename K::Storage& storage;
@@ -94,13 +97,21 @@ struct TileReader {
     return completed(storage.tile_full[ring.slot()], ring.phase());
   }
 
-  __device__ __forceinline__ Tile next() {
+  __device__ __forceinline__ const Tile& front() const {
     wait(storage.tile_full[ring.slot()], ring.phase(), fault, Tag::kNextTile);
-    const Tile tile = storage.tile[ring.slot()];
+    return storage.tile[ring.slot()];
+  }
+  __device__ __forceinline__ void release(int slot) const {
     if constexpr (WHOLE_WARP) __syncwarp();
-    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[ring.slot()]);
+    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[slot]);
+  }
+  __device__ __forceinline__ void pop() {
+    release(ring.slot());
     ring.advance();
-    return tile;
+  }
+  __device__ __forceinline__ const Tile& next() {
+    pop();
+    return front();
   }
 };
 
@@ -113,115 +124,147 @@ __device__ __forceinline__ int slab_rows(const PassParameters& p, const Tile& ti
 
 // ---- load: one thread
 
+// One operand of a tile, box by box.
+struct Operand {
+  const CUtensorMap* map;
+  int row, block;    // of the next box
+  int rows, blocks;  // from one box to the next
+};
+
+struct Operands {
+  Operand a, b;
+  int second;  // rows from gate to up, where a tile holds both; else 0
+
+  template <class K, class G>
+  static __device__ __forceinline__ Operands of(const PassParameters& q, const Tile& tile) {
+    using T = typename K::Tiling;
+    constexpr int kHalf = T::BLOCK_N / (G::kGated ? 2 : 1);
+    const int column = tile.n * kHalf;
+    if constexpr (kOverRows<G::kProduct>) {
+      return {{&q.a, tile.row, tile.m * (BLOCK_M / 64), BLOCK_K, 0},
+              {&q.b, tile.row, column / 64, BLOCK_K, 0},
+              0};
+    } else if constexpr (G::kProduct == Product::kInputGradient) {
+      return {{&q.a, tile.row, 0, 0, 1}, {q.map(tile), 0, column / 64, BLOCK_K, 0}, 0};
+    } else {
+      return {{&q.a, tile.row, 0, 0, 1}, {q.map(tile), column, 0, 0, 1}, G::kGated ? q.columns : 0};
+    }
+  }
+};
+
 template <class K>
 struct Loader {
   using T = typename K::Tiling;
+
+  // How far the tile after the one that is being loaded has come. A step is taken with each of the
+  // last K steps, while the ring of stages is full, so that its latency is not one between tiles.
+  enum Phase : int {
+    kTake,   // take its ticket
+    kFind,   // find what the ticket says
+    kOpen,   // publish it
+    kInput,  // see that what it reads is there
+    kReady,
+  };
+  static constexpr int kSteps = 6;  // usually until kReady
+
   const typename K::Parameters& p;
   typename K::Storage& storage;
   typename K::Tickets tickets;
   Ring<kTileSlots> tile_ring{};
   Ring<T::kStages> stage_ring{};
-  int end = 0, expert = -1, pass = -1;
-
-  // The tile after the one that is being loaded; what it costs to know it is spread over the steps
-  // in which the ring of stages is full, so that nobody waits at the border between two tiles.
-  struct Next {
-    int ticket = 0;
-    Tile tile = no_tile();
-    Input input{};
-    bool ready = false;
-  };
+  int end = 0, phase = kTake, ticket = 0, expert = -1, pass = -1;
 
   __device__ __forceinline__ void run() {
     K::check(p);
     end = tickets.count();
-    Next next;
-    next.ticket = tickets.take();
-    find(next);
-    while (!next.tile.last()) {
-      const Tile tile = next.tile;
-      publish(tile);
-      if (tile.depth == 0) {  // no product
-        next.ticket = tickets.take();
-        find(next);
-        continue;
-      }
-      if (!next.ready) wait_count(next.input.word, next.input.count, p.fault, next.input.tag);
-      if (next.input.word != nullptr) fence_async();
-      K::with_pass(
-          p, tile, [&](auto g, const PassParameters& q) { load<decltype(g)>(q, tile, next); });
+    for (;;) {
+      const Tile& tile = storage.tile[tile_ring.slot()];
+      finish(tile);
+      phase = kTake;
+      tile_ring.advance();
+      if (tile.last()) break;
+      if (tile.depth > 0) load(tile);
     }
-    publish(no_tile());
     tickets.leave();
   }
 
-  // The tile of a ticket. fetch and store read its map after publish.
-  __device__ __forceinline__ void find(Next& next) {
-    next.tile = no_tile();
-    for (; next.ticket < end; next.ticket = tickets.take()) {
-      next.tile = tickets.at(next.ticket);
-      if (next.tile.fault) fail(p.fault, Tag::kRowsOutOfRange, next.tile.expert);
-      if (!next.tile.nothing()) break;
-      next.tile = no_tile();
+  __device__ __forceinline__ void finish(const Tile& next) {
+    while (phase < kInput) advance();
+    if (phase == kReady) return;
+    const Input input = K::input(p, next);
+    if (input.word == nullptr) return;
+    wait_count(input.word, input.count, p.fault, input.tag);
+    fence_async();
+  }
+
+  __device__ __forceinline__ void advance() {
+    const int slot = tile_ring.slot();
+    Tile& next = storage.tile[slot];
+    if (phase == kTake) {
+      ticket = tickets.take();
+      phase = kFind;
+    } else if (phase == kFind) {
+      Tile tile = no_tile();
+      if (ticket < end) {
+        if (!tickets.find(ticket, tile)) return;
+        if (tile.fault) fail(p.fault, Tag::kRowsOutOfRange, tile.expert);
+        if (tile.nothing()) {
+          phase = kTake;
+          return;
+        }
+      }
+      wait(storage.tile_empty[slot], tile_ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
+      next = tile;
+      phase = kOpen;
+    } else if (phase == kOpen) {
+      const bool product = next.depth > 0;
+      if (product && (next.expert != expert || next.pass != pass)) {
+        expert = next.expert;
+        pass = next.pass;
+        K::with_pass(
+            p, next, [&](auto, const PassParameters& q) { acquire_tensor_map(q.map(next)); });
+      }
+      arrive(storage.tile_full[slot]);  // fetch and store read the map from here on
+      phase = product ? kInput : kReady;
+    } else if (phase == kInput) {
+      const Input input = K::input(p, next);
+      if (input.word != nullptr) {
+        if (load_acquire(input.word) < input.count) return;
+        fence_async();
+      }
+      phase = kReady;
     }
-    next.input = {};
-    next.ready = true;
-    if (next.tile.last() || next.tile.depth == 0) return;
-    K::with_pass(p, next.tile, [&](auto, const PassParameters& q) {
-      if (next.tile.expert != expert || next.tile.pass != pass) {
-        expert = next.tile.expert;
-        pass = next.tile.pass;
-        acquire_tensor_map(q.map(next.tile));
-      }
+  }
+
+  __device__ __forceinline__ void load(const Tile& tile) {
+    Operands from;
+    K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
+      from = Operands::of<K, decltype(g)>(q, tile);
     });
-    next.input = K::input(p, next.tile);
-    next.ready = next.input.word == nullptr;
-  }
-
-  __device__ __forceinline__ void publish(const Tile& tile) {
-    wait(storage.tile_empty[tile_ring.slot()], tile_ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
-    storage.tile[tile_ring.slot()] = tile;
-    arrive(storage.tile_full[tile_ring.slot()]);
-    tile_ring.advance();
-  }
-
-  template <class G>
-  __device__ __forceinline__ void load(const PassParameters& q, const Tile& tile, Next& next) {
-    constexpr int kHalves = G::kGated ? 2 : 1, kHalf = T::BLOCK_N / kHalves;
-    const CUtensorMap* const b_map = kOverRows<G::kProduct> ? &q.b : q.map(tile);
-    const int take_at = max(tile.depth - T::kStages, 0), column = tile.n * kHalf;
-    for (int step = 0; step < tile.depth; ++step) {
-      if (step == take_at) {
-        next.ticket = tickets.take();
-      } else if (step == take_at + 1) {
-        find(next);
-      } else if (step > take_at + 1 && !next.ready) {
-        next.ready = load_acquire(next.input.word) >= next.input.count;
-      }
+    for (int left = tile.depth; left > 0; --left) {
+      if (left <= T::kStages + kSteps) advance();
       const int slot = stage_ring.slot();
       wait(storage.stage_empty[slot], stage_ring.phase() ^ 1, p.fault, Tag::kLoadStage);
       uint64_t& full = storage.stage_full[slot];
       arrive_expect(full, T::kStageBytes);
       const uint32_t a = shared_address(storage.stage[slot]), b = a + BLOCK_M * BLOCK_K * 2;
-      if constexpr (kOverRows<G::kProduct>) {
-        const int row = tile.row + step * BLOCK_K;
-        load_operand(a, &q.a, full, row, tile.m * (BLOCK_M / 64));
-        load_operand(b, b_map, full, row, column / 64);
-      } else {
-        load_operand(a, &q.a, full, tile.row, step);
-        if constexpr (G::kProduct == Product::kInputGradient) {
-          load_operand(b, b_map, full, step * BLOCK_K, column / 64);
-        } else {
-#pragma unroll
-          for (int half = 0; half < kHalves; ++half) {
-            load_operand(
-                b + half * kHalf * BLOCK_K * 2, b_map, full, half * q.columns + column, step);
-          }
-        }
+      bring(from.a, a, full);
+      if (from.second > 0) {  // boxes are half as large
+        load_operand(b + T::BLOCK_N / 2 * BLOCK_K * 2,
+                     from.b.map,
+                     full,
+                     from.b.row + from.second,
+                     from.b.block);
       }
+      bring(from.b, b, full);
       stage_ring.advance();
     }
-    if (take_at + 1 >= tile.depth) find(next);
+  }
+
+  static __device__ __forceinline__ void bring(Operand& from, uint32_t to, uint64_t& full) {
+    load_operand(to, from.map, full, from.row, from.block);
+    from.row += from.rows;
+    from.block += from.blocks;
   }
 };
 
@@ -252,6 +295,7 @@ struct Multiplier {
   template <class G>
   __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
                                       Accumulators& d) {
+    clear(d);
     await_turn(turn);
     if (T::BLOCK_N > 128 && !G::kGated && p.columns - tile.n * T::BLOCK_N <= 128) {
       products<G, 2, 128>(tile, d);
@@ -262,13 +306,25 @@ struct Multiplier {
     }
   }
 
+  // The epilogue moves the accumulators: ptxas must see that nothing of them lives on, or it keeps
+  // them twice.
+  static __device__ __forceinline__ void clear(Accumulators& d) {
+#pragma unroll
+    for (int i = 0; i < T::kSlabs; ++i) {
+#pragma unroll
+      for (int j = 0; j < T::kAccumulators; ++j) d[i][j] = 0.0f;
+      pin(d[i]);
+    }
+  }
+
   // SLABS x COLUMNS: the part of the tile that holds anything.
   template <class G, int SLABS, int COLUMNS>
   __device__ __forceinline__ void products(const Tile& tile, Accumulators& d) {
     constexpr bool kMnA = kOverRows<G::kProduct>, kMnB = G::kProduct != Product::kForward;
+    const int depth = tile.depth, rows = tile.rows;
     int before = ring.slot();
-    for (int step = 0; step < tile.depth; ++step) {
-      const int slot = await<G>(tile, step);
+    for (int step = 0; step < depth; ++step) {
+      const int slot = await<G>(rows - step * BLOCK_K);
       const uint32_t a = shared_address(storage.stage[slot]);
       const uint64_t a_at = describe_operand<kMnA>(a);
       const uint64_t b_at = describe_operand<kMnB>(a + BLOCK_M / 64 * kBoxBytes);
@@ -277,10 +333,8 @@ struct Multiplier {
       for (int k = 0; k < BLOCK_K / 16; ++k) {
 #pragma unroll
         for (int i = 0; i < SLABS; ++i) {
-          multiply_add<COLUMNS, kMnA, kMnB>(d[i],
-                                            a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4),
-                                            b_at + k * kNextK16<kMnB>,
-                                            k > 0 || step > 0);
+          multiply_add<COLUMNS, kMnA, kMnB>(
+              d[i], a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4), b_at + k * kNextK16<kMnB>, 1);
         }
       }
       products_commit();
@@ -299,12 +353,11 @@ struct Multiplier {
 
   // Waits for the next stage and, where the expert's rows end inside it, zeroes the rest.
   template <class G>
-  __device__ __forceinline__ int await(const Tile& tile, int step) {
+  __device__ __forceinline__ int await(int valid) {
     const int slot = ring.slot();
     wait(storage.stage_full[slot], ring.phase(), fault, Tag::kMultiplyStage);
     ring.advance();
     if constexpr (kOverRows<G::kProduct>) {
-      const int valid = tile.rows - step * BLOCK_K;
       if (valid < BLOCK_K) zero_rows(storage.stage[slot], valid);
     }
     return slot;

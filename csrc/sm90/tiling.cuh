@@ -20,7 +20,7 @@ namespace mok::sm90 {
 constexpr int BLOCK_M = kRowTile;
 constexpr int BLOCK_K = kDepthTile;
 constexpr int kSlab = 64;      // rows of one product; a row tile has two
-constexpr int kTileSlots = 2;  // tiles that load may publish ahead
+constexpr int kTileSlots = 4;  // tiles that a role still needs, or load has published ahead
 constexpr int kThreads = 384;  // warpgroup 0 loads, fetches, stores, moves; 1 and 2 multiply
 constexpr int kMaxShared = 232448;
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -78,6 +78,9 @@ struct Ring {
 using Deep192 = Tiling<192, 5, 3>;
 // products 0.95-1.10, down_gradient 0.74-0.97, gradients += fp32 0.91-1.07 from 2048 rows an expert
 using Buffered192 = Tiling<192, 4, 8>;
+
+// the kernels of a whole direction, whose moves need 16 KB beside the stages
+using Moving192 = Tiling<192, 4, 6>;
 
 // Not here: 128 columns in turns, 0.71-0.77; 192 columns with 3 stages and 12 boxes, 0.1 less; the
 // old values of a gradient prefetched into L2, 0.03 to 0.08 less.

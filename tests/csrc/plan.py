@@ -83,7 +83,7 @@ def expected(s: Shape) -> Ints:
         shared = expert == s.experts
         start, count = (0, s.tokens) if shared else (s.start[expert], s.count[expert])
         end = -(-s.tokens // 128) * 128 if shared else s.start[expert + 1]
-        fault = start % 128 or end % 128 or not 0 <= count <= end - start
+        fault = start % 128 or count < 0 or end - start != -(-count // 128) * 128
         for which, (m, n, depth) in enumerate((s.shared if shared else s.routed)[: s.passes]):
             if shared:
                 when = (2 if which else 0, which, 0)

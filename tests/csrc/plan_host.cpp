@@ -35,9 +35,23 @@ void write(const mok::Tile &tile, int32_t *out) {
     *out++ = field;
 }
 
+struct Walker {
+  mok::PlanWalker walker;
+
+  mok::Tile find(const mok::Plan &plan, int32_t ticket) {
+    mok::Tile tile;
+    while (!walker.find(plan, ticket, tile)) {
+    }
+    return tile;
+  }
+};
+
+constexpr int kAfter = 3; // words after the first tickets that may be read
+
 } // namespace
 
-// first: room for segments + 1. Returns the number of tickets.
+// first: 16-byte aligned, room for segments + 1 and kAfter. Returns the number
+// of tickets.
 extern "C" int32_t plan_first(const int32_t *words, const int32_t *start,
                               const int32_t *count, int32_t *first) {
   const mok::PlanShape shape = shape_of(words, start, count);
@@ -54,10 +68,23 @@ extern "C" void plan_walk(const int32_t *words, const int32_t *start,
                           const int32_t *count, const int32_t *first,
                           const int32_t *tickets, int32_t n, int32_t *out) {
   const mok::Plan plan{shape_of(words, start, count), first};
-  int segment = 0;
-  for (int32_t i = 0; i < n; ++i) {
-    write(plan.at(tickets[i], segment), out + 9 * i);
+  Walker walker;
+  for (int32_t i = 0; i < n; ++i)
+    write(walker.find(plan, tickets[i]), out + 9 * i);
+}
+
+// {group, source} of every move, in ticket order, into `out`; returns `lag`.
+extern "C" int32_t move_order(const int32_t *words, const int32_t *start,
+                              const int32_t *count, int32_t sources,
+                              int32_t *out) {
+  const mok::MoveOrder order =
+      mok::MoveOrder::of(shape_of(words, start, count), sources);
+  for (int32_t ticket = 0; ticket < order.count(); ++ticket) {
+    const mok::Move move = order.at(ticket);
+    *out++ = move.group;
+    *out++ = move.source;
   }
+  return order.lag;
 }
 
 // All tickets of many shapes. cases: words of a shape, experts, walkers, room
@@ -70,16 +97,17 @@ extern "C" void plan_cases(const int32_t *cases, int32_t n, const int32_t *rows,
     const int32_t experts = cases[kWords], walkers = cases[kWords + 1],
                   room = cases[kWords + 2];
     const int32_t *start = rows, *count = rows + experts + 1;
-    std::vector<int32_t> first(shape_of(cases, start, count).segments() + 1);
+    std::vector<int32_t> first(shape_of(cases, start, count).segments() + 1 +
+                               kAfter);
     const int32_t tickets = plan_first(cases, start, count, first.data());
     if (tickets * 9 != room) {
       if (room > 0)
         *out = -9;
     } else {
       const mok::Plan plan{shape_of(cases, start, count), first.data()};
-      std::vector<int> segment(walkers);
+      std::vector<Walker> walker(walkers);
       for (int32_t i = 0; i < tickets; ++i)
-        write(plan.at(i, segment[static_cast<int64_t>(i) * i % walkers]),
+        write(walker[static_cast<int64_t>(i) * i % walkers].find(plan, i),
               out + 9 * i);
     }
     rows += 2 * experts + 1;

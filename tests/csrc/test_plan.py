@@ -67,6 +67,12 @@ def ints(values: list[int]) -> ctypes.Array[ctypes.c_int32]:
     return (ctypes.c_int32 * len(values))(*values)
 
 
+def aligned(count: int) -> ctypes.Array[ctypes.c_int32]:
+    """Zeros on a 16-byte border."""
+    room = (ctypes.c_int32 * (count + 4))()
+    return (ctypes.c_int32 * count).from_buffer(room, -ctypes.addressof(room) % 16)
+
+
 class Planner:
     def __init__(self, tree: pathlib.Path, old: str = "", new: str = "") -> None:
         for source in SOURCES:
@@ -87,7 +93,7 @@ class Planner:
     def tiles(self, shape: Shape, draw: random.Random, walkers: int) -> list[Tile]:
         """The tile of every ticket; tickets go to the walkers by chance."""
         arrays = [ints(shape.words()), ints(shape.start), ints(shape.count)]
-        first = ints([0] * (shape.passes * (shape.experts + 1) + 2))
+        first = aligned(shape.passes * (shape.experts + 1) + 2 + 3)
         total = self.library.plan_first(*arrays, first)
         tickets: list[list[int]] = [[] for _ in range(walkers)]
         for ticket in range(total):
@@ -106,7 +112,7 @@ def drawn(draw: random.Random, most: int = 40) -> Shape:
     count = [draw.choice(COUNTS) for _ in range(experts)]
     start = [0]
     for rows in count:
-        start.append(start[-1] + -(-rows // 128) * 128 + 128 * (draw.random() < 0.05))
+        start.append(start[-1] + -(-rows // 128) * 128)
 
     def passes_of(wanted: bool) -> list[Pass]:
         row = [(0, draw.randint(1, 4) * wanted, draw.randint(1, 9)) for _ in range(2)]
@@ -271,8 +277,8 @@ SEEDS = {
     "no zeros for the empty": ("rows || s.keep_empty", "rows", check_visits),
     "every block the first": ("tile.row += tile.m * kRowTile;", "", check_visits),
     "shared as combine": (
-        "tile.pass += shape.passes + 1",
-        "tile.pass += shape.passes",
+        "tile.pass += s.passes + 1",
+        "tile.pass += s.passes",
         check_visits,
     ),
 }
@@ -286,9 +292,28 @@ def test_a_seeded_fault_is_noticed(tmp_path: pathlib.Path, seed: str) -> None:
         run(planner, check, range(40))
 
 
+def test_moves_come_once_and_the_second_source_follows_the_first(planner: Planner) -> None:
+    draw = random.Random(4)
+    for _ in range(200):
+        shape = drawn(draw)
+        groups = shape.start[-1] // 4
+        for sources in (1, 2):
+            out = ints([0] * (2 * groups * sources + 1))
+            words = [ints(shape.words()), ints(shape.start), ints(shape.count)]
+            lag = planner.library.move_order(*words, sources, out)
+            moves = list(zip(out[:-1:2], out[1::2], strict=True))
+            assert lag == shape.start[min(shape.ahead + 1, shape.experts)] // 4
+            for source in range(sources):
+                assert [g for g, s in moves if s == source] == list(range(groups))
+            at = {move: ticket for ticket, move in enumerate(moves)}
+            for group in range(groups if sources == 2 else 0):
+                assert at[group, 1] > at[min(group + lag, groups - 1), 0]
+
+
 def test_rows_outside_the_contract_are_marked(planner: Planner) -> None:
     draw = random.Random(3)
     base = drawn(draw)
-    for start, count in (([0, 64, 256], [64, 128]), ([0, 128, 256], [129, 1])):
+    outside = ([0, 64, 256], [64, 128]), ([0, 128, 256], [129, 1]), ([0, 256, 384], [1, 128])
+    for start, count in outside:
         shape = Shape(**{**vars(base), "start": start, "count": count, "ahead": 1})
         assert any(tile[7] for tile in planner.tiles(shape, draw, 1))

@@ -24,7 +24,11 @@ def test_random_shapes(tmp_path: pathlib.Path) -> None:
 
 # Seeded faults: an edit of plan.cuh, and what is said of it.
 SEEDS = {
-    "a count above its room": (" || end - start < valid ||", " ||", "row of"),
+    "a count above its room": (
+        "rows.end - rows.start != tiles_of(rows.valid, kRowTile) * kRowTile ||",
+        "",
+        "rows of",
+    ),
     "a first of the wrong expert": (
         "{ahead + step, 0} : Segment{step",
         "{step, 0} : Segment{step",
