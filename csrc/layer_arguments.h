@@ -16,12 +16,15 @@ constexpr int kChunk = 256;        // slots that one warp counts and places
 // What the device found wrong with the choices. Lives in pinned host memory; `kind` is written
 // last, and only while it is 0, so that who sees it sees the rest, and the first fault stays until
 // the host has taken it.
-enum class RouteFaultKind : int32_t { kNone = 0, kIdOutOfRange = 1, kDuplicate = 2 };
+enum class RouteFaultKind : int32_t { kNone, kIdOutOfRange, kDuplicate, kNotFinite };
 struct RouteFault {
   int32_t kind;
   int32_t expert;
   int32_t token;
   int32_t choice;
+  int32_t experts;  // E and K of the call
+  int32_t choices;
+  float prob;
 };
 
 RouteFault* route_fault_record();  // process-wide; null when pinned memory is refused

@@ -8,9 +8,9 @@
 // gives that back when it returns: the stream's order keeps it whole until the kernels are done.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <bit>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -34,9 +34,7 @@ class Room {
   }
   int64_t take_bf16(int64_t rows, int64_t columns) { return take(2 * rows * columns); }
   int64_t take_words(int64_t count) { return take(4 * count); }
-  Tensor allocate(const Tensor& like) const {
-    return torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);
-  }
+  Tensor allocate(const Tensor& like) const { return new_tensor(like, {bytes_}, ScalarType::Byte); }
   int64_t bytes() const { return bytes_; }
 
  private:
@@ -134,7 +132,7 @@ Schedule check_choices(const Tensor& expert, const Tensor& prob, int64_t experts
 // counts: s.counts() words.
 Tensor launch_route(const Schedule& s, const Tensor& expert, const Tensor& prob, int32_t* counts,
                     void* stream) {
-  const Tensor schedule = torch::stable::new_empty(expert, {s.bytes}, ScalarType::Byte);
+  const Tensor schedule = new_tensor(expert, {s.bytes}, ScalarType::Byte);
   mok::launch_route({.expert_TK = expert.const_data_ptr<int32_t>(),
                      .prob_TK = prob.const_data_ptr<float>(),
                      .tokens = static_cast<int32_t>(s.tokens),
@@ -160,7 +158,7 @@ Tensor route(const Tensor& expert, const Tensor& prob, int64_t experts) {
   const Schedule s = check_choices(expert, prob, experts);
   check_device(expert, "route", {&prob});
   const torch::stable::accelerator::DeviceGuard guard(expert.get_device_index());
-  const Tensor counts = torch::stable::new_empty(expert, {s.counts()}, ScalarType::Int);
+  const Tensor counts = new_tensor(expert, {s.counts()}, ScalarType::Int);
   return launch_route(s, expert, prob, counts.mutable_data_ptr<int32_t>(), stream_of(expert));
 }
 
@@ -245,7 +243,7 @@ void check_all_on(const Tensor& x, const char* op, std::vector<const Tensor*> al
 }
 
 Tensor new_bf16(const Tensor& like, int64_t rows, int64_t columns) {
-  return torch::stable::new_empty(like, {rows, columns}, ScalarType::BFloat16);
+  return new_tensor(like, {rows, columns}, ScalarType::BFloat16);
 }
 
 // y, and what backward needs: the schedule, gate_up [R, 2F], the shared expert's [T, 2S].
@@ -354,7 +352,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
     for (const Buffer& b : buffers) *b.place = at(scratch, b.at);
   }
   const Tensor dx = new_bf16(x, s.tokens, hidden);
-  const Tensor dprob = torch::stable::new_empty(x, {s.tokens, choices}, ScalarType::Float);
+  const Tensor dprob = new_tensor(x, {s.tokens, choices}, ScalarType::Float);
   arguments.launch = direction_launch(x, at<int32_t>(scratch, words), ctas, ahead);
   arguments.x = x.const_data_ptr();
   arguments.dy = dy.const_data_ptr();
@@ -384,14 +382,20 @@ mok::RouteFault& fault_of_choices() {
 // Where the host may look whether there is a fault: int32, not 0.
 int64_t route_fault_address() { return reinterpret_cast<int64_t>(&fault_of_choices().kind); }
 
-// The first fault of the choices since the last call: kind (0: none), expert, token, choice. Sees
-// what the device has written so far, and does not wait for it.
+// The first fault of the choices since the last call: kind (0: none), expert, token, choice, E, K,
+// and the bits of the probability. Sees what the device has written so far, and does not wait.
 std::vector<int64_t> take_route_fault() {
   mok::RouteFault& record = fault_of_choices();
   std::atomic_ref<int32_t> kind(record.kind);
   const int32_t found = kind.load(std::memory_order_acquire);
-  if (found == 0) return {0, 0, 0, 0};
-  std::vector<int64_t> words{found, record.expert, record.token, record.choice};
+  if (found == 0) return {0, 0, 0, 0, 0, 0, 0};
+  std::vector<int64_t> words{found,
+                             record.expert,
+                             record.token,
+                             record.choice,
+                             record.experts,
+                             record.choices,
+                             std::bit_cast<uint32_t>(record.prob)};
   kind.store(0, std::memory_order_release);
   return words;
 }
