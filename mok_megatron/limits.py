@@ -54,11 +54,24 @@ def row_capacity(tokens: int, top_k: int, ranks: int, local_experts: int, budget
     return max(padded // ROW_TILE * ROW_TILE, ROW_TILE)
 
 
+def row_buffer_bytes(hidden: int, ffn: int, rows: int) -> int:
+    """Of a call, beside the workspace: x, dy [R, H], a [R, F], dg|du [R, 2F], bf16."""
+    return 2 * rows * (2 * hidden + 3 * ffn)
+
+
+def symmetric_bytes(ranks: int, tokens: int, top_k: int, hidden: int) -> int:
+    """What csrc/workspace.h takes of each rank, for those who have no library to ask."""
+    slots, row = tokens * top_k, 2 * hidden
+    twice = (32 * ranks, 4 * slots, 4 * slots, row * tokens, row * tokens)
+    parts = [8, *twice, *twice, 8 * slots, row * slots]
+    return sum(-(-size // 512) * 512 for size in parts)
+
+
 def tokens_fault(limits: Limits, rank: int, tokens: int) -> str | None:
     """Why rank's T is too many, in words that every rank can raise, or None."""
     if tokens <= limits.tokens:
         return None
     return (
-        f"a rank may bring at most {limits.tokens} tokens ({limits.source}), got {tokens} on expert "
-        f"parallel rank {rank}; set --mok-max-tokens to {tokens} or more"
+        f"a rank may bring at most {limits.tokens} tokens ({limits.source}), got {tokens} on "
+        f"expert parallel rank {rank}; set --mok-max-tokens to {tokens} or more"
     )

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import secrets
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -48,15 +49,14 @@ _WHY = {
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """A rank, in 64-bit integers. host: of the boot; uuid: of the GPU, in two words; wanted, free:
-    bytes; tokens: T of its first call; config: fingerprint of what must be equal; nonce: what its
-    memory will hold when peers look for it."""
+    bytes; config: fingerprint of what must be equal; nonce: what its memory will hold when peers
+    look for it."""
 
     host: int
     uuid_high: int
     uuid_low: int
     wanted: int
     free: int
-    tokens: int
     config: int
     nonce: int
 
@@ -65,24 +65,28 @@ class Card:
         return self.uuid_high, self.uuid_low
 
 
-def card(device: torch.device, *, wanted: int, free: int, tokens: int, config: int) -> Card:
+def card(device: torch.device, *, wanted: int, free: int, config: int) -> Card:
     """This rank's, for a CUDA device."""
-    high, low = words(torch.cuda.get_device_properties(device).uuid.bytes)
+    high, low = words(_uuid(device))
     return Card(
         host=host(),
         uuid_high=high,
         uuid_low=low,
         wanted=wanted,
         free=free,
-        tokens=tokens,
         config=config,
         nonce=secrets.randbits(63),
     )
 
 
+def _uuid(device: torch.device) -> bytes:
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")).bytes
+
+
 def words(sixteen: bytes) -> tuple[int, int]:
     """16 bytes as two signed integers."""
-    return tuple(int.from_bytes(sixteen[i : i + 8], "little", signed=True) for i in (0, 8))  # type: ignore[return-value]
+    low, high = (int.from_bytes(sixteen[i : i + 8], "little", signed=True) for i in (0, 8))
+    return high, low
 
 
 def fingerprint(*parts: object) -> int:
@@ -161,10 +165,7 @@ def place_fault(cards: Sequence[Card], overlap: bool) -> str | None:
 
 def reaches(cards: Sequence[Card], rank: int) -> list[int]:
     """What rank's GPU can do with the memory of each: FINE, UNSEEN, CLOSED, PLAIN."""
-    visible = {
-        words(torch.cuda.get_device_properties(d).uuid.bytes): d
-        for d in range(torch.cuda.device_count())
-    }
+    visible = {words(_uuid(torch.device("cuda", d))): d for d in range(torch.cuda.device_count())}
     return reaches_of(cards, rank, visible, _attribute)
 
 
