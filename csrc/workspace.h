@@ -70,6 +70,8 @@
 
 #include <cstdint>
 
+#include "device/schedule.cuh"  // MOK_HOST_DEVICE
+
 namespace mok {
 
 constexpr int kMaxRanks = 256;  // a thread of gather each
@@ -82,11 +84,11 @@ enum class CallDirection : int32_t { kForward = 1, kBackward = 2 };
 struct Start {
   uint32_t epoch;
   int32_t layer;
-  int32_t direction;     // CallDirection
-  uint32_t forward;      // backward: the epoch of its forward; else 0
-  int32_t rows;          // budget: what each rank's row buffers hold
-  int32_t tokens;        // T of the rank that sends it; above Tmax: a fault, nothing is published
-  uint32_t settings[2];  // hash of shape, flags and build: low, high
+  int32_t direction;  // CallDirection
+  uint32_t forward;   // backward: the epoch of its forward; else 0
+  int32_t rows;       // budget: what each rank's row buffers hold
+  int32_t tokens;     // T of the rank that sends it; above Tmax: a fault, nothing is published
+  uint64_t settings;  // hash of shape, flags and build
 };
 static_assert(sizeof(Start) == 32);
 
@@ -101,7 +103,7 @@ struct Arrival {  // written and read as one word of 8 bytes
 };
 static_assert(sizeof(Arrival) == 8);
 
-inline uint32_t next_epoch(uint32_t epoch) {  // odd and even in turn, never 0
+MOK_HOST_DEVICE uint32_t next_epoch(uint32_t epoch) {  // odd and even in turn, never 0
   return epoch + 1 != 0 ? epoch + 1 : 2;
 }
 
