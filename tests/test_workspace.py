@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 # ---- layout
 
 LAYOUT = """
+#include <initializer_list>
 #include "csrc/workspace.h"
 extern "C" void layout(int32_t p, int32_t t, int32_t k, int32_t h, int64_t* out) {
   const auto w = mok::Workspace::of({p, t, k, h});
