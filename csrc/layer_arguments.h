@@ -65,6 +65,7 @@ struct CombineArguments {
 
 // Each throws std::runtime_error when CUDA refuses, and does nothing when there are no tokens.
 void launch_route(const RouteArguments& arguments);
+void launch_counts(const RouteArguments& arguments);  // its first two kernels
 
 // `count` records of 128 bytes from host memory to a table on the device, through kernel
 // parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps

@@ -30,6 +30,8 @@ inline const char* name_of(ScalarType type) {
       return "float32";
     case ScalarType::Int:
       return "int32";
+    case ScalarType::Long:
+      return "int64";
     case ScalarType::Byte:
       return "uint8";
     default:

@@ -79,7 +79,7 @@ RouteFault* route_fault_record() {
   return record;
 }
 
-void launch_route(const RouteArguments& a) {
+void launch_counts(const RouteArguments& a) {
   if (a.tokens == 0) return;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const int ctas = tiles_of(a.chunks, kRouteWarps), columns = a.experts + 1;
@@ -89,7 +89,15 @@ void launch_route(const RouteArguments& a) {
   route_prefix<<<tiles_of(columns, kPrefixColumns), kPrefixColumns * kPrefixSegments, 0, stream>>>(
       a);
   check(cudaGetLastError(), "launch of route_prefix");
-  route_place<<<ctas, kRouteThreads, (kRouteWarps + 1) * bytes, stream>>>(a);
+}
+
+void launch_route(const RouteArguments& a) {
+  if (a.tokens == 0) return;
+  launch_counts(a);
+  route_place<<<tiles_of(a.chunks, kRouteWarps),
+                kRouteThreads,
+                (kRouteWarps + 1) * (a.experts + 1) * sizeof(int32_t),
+                static_cast<cudaStream_t>(a.stream)>>>(a);
   check(cudaGetLastError(), "launch of route_place");
 }
 static_assert((kRouteWarps + 1) * (kMaxExperts + 1) * sizeof(int32_t) <= 48 * 1024,
