@@ -50,6 +50,32 @@ struct RouteArguments {
   void* stream;
 };
 
+// Of dense probabilities.
+enum class Dense : int32_t { kBf16, kFp32, kFp64 };
+
+struct ChoiceArguments {
+  const void* dense_TE;  // probabilities
+  const bool* map_TE;    // what is chosen
+  int64_t tokens;
+  int32_t choices;
+  int32_t experts;
+  Dense type;
+  int32_t* expert_TK;
+  float* prob_TK;
+  void* stream;
+};
+
+struct SpreadArguments {
+  const float* d_prob_TK;
+  const int32_t* expert_TK;  // of choices
+  int64_t tokens;
+  int32_t choices;
+  int32_t experts;
+  Dense type;
+  void* d_dense_TE;
+  void* stream;
+};
+
 // out[t] = bf16(sum over k in slot order of rows[row_TK[t, k]], then shared[t]).
 struct CombineArguments {
   const void* rows;    // bf16 [R, H]
@@ -66,6 +92,8 @@ struct CombineArguments {
 // Each throws std::runtime_error when CUDA refuses, and does nothing when there are no tokens.
 void launch_route(const RouteArguments& arguments);
 void launch_counts(const RouteArguments& arguments);  // its first two kernels
+void launch_choices(const ChoiceArguments& arguments);
+void launch_spread(const SpreadArguments& arguments);
 
 // `count` records of 128 bytes from host memory to a table on the device, through kernel
 // parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps

@@ -1,5 +1,5 @@
-// What ops.cpp, layer_ops.cpp and table_ops.cpp, the files of the border to torch, ask of every
-// tensor. An error says rule, value and remedy.
+// What the files of the border to torch, *ops.cpp, ask of every tensor. An error says rule, value
+// and remedy.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -34,6 +34,10 @@ inline const char* name_of(ScalarType type) {
       return "int64";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Double:
+      return "float64";
     default:
       return "another dtype";
   }
@@ -104,7 +108,10 @@ inline Tensor new_tensor(const Tensor& like, Extents extents, ScalarType type) {
   try {
     return torch::stable::new_empty(like, extents, type);
   } catch (const std::exception&) {
-    int64_t bytes = type == ScalarType::Byte ? 1 : type == ScalarType::BFloat16 ? 2 : 4;
+    int64_t bytes = type == ScalarType::Byte       ? 1
+                    : type == ScalarType::BFloat16 ? 2
+                    : type == ScalarType::Double   ? 8
+                                                   : 4;
     for (size_t i = 0; i < extents.size(); ++i) bytes *= extents[i];
     STD_TORCH_CHECK(false,
                     "mok: a call's buffers must fit in memory, got no room for ",

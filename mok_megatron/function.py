@@ -110,8 +110,40 @@ def fused_moe(
     return y_TH
 
 
+class Choices(torch.autograd.Function):
+    """probs_TE, routing_map_TE -> expert_TK, prob_TK of top_k_choices, a kernel a direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probs_TE: Tensor, routing_map_TE: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """On a GPU; probs_TE in bf16, fp32 or fp64."""
+        expert_TK, prob_TK = torch.ops.mok_megatron.choices(
+            probs_TE.contiguous(), routing_map_TE.contiguous(), top_k
+        )
+        ctx.save_for_backward(expert_TK)
+        ctx.mark_non_differentiable(expert_TK)
+        ctx.num_experts, ctx.dtype = probs_TE.shape[1], probs_TE.dtype
+        return expert_TK, prob_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, dprob_TK: Tensor) -> tuple[Tensor | None, ...]:
+        """Dense, zero where nothing was chosen."""
+        (expert_TK,) = ctx.saved_tensors
+        dense_TE = torch.ops.mok_megatron.spread(
+            dprob_TK.contiguous(), expert_TK, ctx.num_experts, ctx.dtype
+        )
+        return dense_TE, None, None
+
+
 def top_k_choices(
-    probs_TE: Tensor, routing_map_TE: Tensor, top_k: int, model_dtype: torch.dtype
+    probs_TE: Tensor,
+    routing_map_TE: Tensor,
+    top_k: int,
+    model_dtype: torch.dtype,
+    *,
+    kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Megatron's dense routing -> (expert_TK int32, prob_TK); the host never waits.
 
@@ -120,8 +152,11 @@ def top_k_choices(
     slots. prob_TK is fp32, fp64 for a `model_dtype` of fp64, whatever the router computes in. Its
     gradient goes back to probs_TE dense, in that dtype, so losses that hang on the router's output
     keep theirs. A token with more than `top_k` routes is marked OVERFULL, which every backend
-    refuses: nothing is dropped.
+    refuses: nothing is dropped. `kernel`: by the library's kernels, which need a GPU.
     """
+    if kernel:
+        expert_TK, prob_TK = Choices.apply(probs_TE, routing_map_TE, top_k)
+        return expert_TK, prob_TK
     num_experts = routing_map_TE.shape[1]
     ids_E = torch.arange(num_experts, device=routing_map_TE.device)
     routed_TE = torch.where(routing_map_TE, ids_E, num_experts)

@@ -74,6 +74,17 @@ def _declare_fakes() -> None:
         *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
         return 4 * words, rows
 
+    @fake("mok_megatron::choices")
+    def _(probs: torch.Tensor, map: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        form = len(probs), top_k
+        return probs.new_empty(form, dtype=torch.int32), probs.new_empty(form, dtype=torch.float32)
+
+    @fake("mok_megatron::spread")
+    def _(
+        dprob: torch.Tensor, expert: torch.Tensor, experts: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return dprob.new_empty(len(dprob), experts, dtype=dtype)
+
     @fake("mok_megatron::route")
     def _(expert: torch.Tensor, prob: torch.Tensor, experts: int) -> torch.Tensor:
         return expert.new_empty(bytes_of(expert, experts)[0], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Choices of experts for fuzz.py: route.cuh on the host beside a stable sort.
+"""Choices of experts for fuzz.py: route.cuh and choices.cuh on the host, beside a stable sort.
 
 The C++ file runs the device code with CUDA's threads in a drawn order between collectives.
 """
@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = (
     "csrc/arguments.h",
     "csrc/layer_arguments.h",
+    "csrc/device/choices.cuh",
     "csrc/device/schedule.cuh",
     "csrc/device/route.cuh",
     "tests/csrc/route_on_host.cpp",
@@ -106,6 +107,27 @@ class Router:
             if not np.array_equal(found, all_words):
                 failing.append((index, _difference(found, wanted[index])))
         return failing
+
+    def choose(
+        self, probs: np.ndarray, routed: np.ndarray, top_k: int, dprob: np.ndarray, order: int
+    ) -> tuple[Ints, np.ndarray, np.ndarray]:
+        """expert [T, K], prob [T, K] and the gradient of probs [T, E], from dprob [T, K]."""
+        (tokens, experts), form = probs.shape, (len(probs), top_k)
+        expert, prob = np.full(form, -99, np.int32), np.full(form, np.nan, np.float32)
+        dense = np.full_like(probs, np.nan)
+        floats = [_at(array, np.float32) for array in (probs, prob, dprob, dense)]
+        ran = self._library.choose(
+            floats[0],
+            _at(routed, np.bool_),
+            tokens,
+            top_k,
+            experts,
+            order,
+            _at(expert),
+            *floats[1:],
+        )
+        assert ran, "a warp stands still"
+        return expert, prob, dense
 
     def smaller(self, case: Choices) -> Iterator[Choices]:
         tokens, choices = case.ids.shape

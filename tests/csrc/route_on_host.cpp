@@ -1,7 +1,7 @@
-// route.cuh on the host, many cases in one call. A CUDA thread is a stack of its own; at a
-// collective it gives way, and which of those that may go on does is drawn, so what a missing
-// barrier leaves open happens in one order and in the other. Buffers have words around them that
-// must stay as they are.
+// route.cuh and choices.cuh on the host, many cases in one call. A CUDA thread is a stack of its
+// own; at a collective it gives way, and which of those that may go on does is drawn, so what a
+// missing barrier leaves open happens in one order and in the other. Buffers have words around them
+// that must stay as they are.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -142,6 +142,15 @@ static int __shfl_up_sync(uint32_t, int mine, int by) {
   return exchange(mine, [&](const int* value) { return value[lane < by ? lane : lane - by]; });
 }
 
+static uint32_t __ballot_sync(uint32_t, bool mine) {
+  return exchange(mine, [](const int* value) {
+    uint32_t all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= (value[lane] != 0 ? 1u : 0u) << lane;
+    return static_cast<int>(all);
+  });
+}
+
+#include "device/choices.cuh"
 #include "device/route.cuh"
 
 namespace {
@@ -273,4 +282,34 @@ extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* 
     probs += cases[0] * cases[1];
     out += room;
   }
+}
+
+// Of every token, then the gradient of what was chosen; false when a warp stood still.
+extern "C" bool choose(const float* dense, const bool* map, int32_t tokens, int32_t choices,
+                       int32_t experts, int32_t order, int32_t* expert, float* prob,
+                       const float* d_prob, float* d_dense) {
+  draw.seed(static_cast<uint32_t>(order));
+  const mok::ChoiceArguments forward{.dense_TE = dense,
+                                     .map_TE = map,
+                                     .tokens = tokens,
+                                     .choices = choices,
+                                     .experts = experts,
+                                     .type = mok::Dense::kFp32,
+                                     .expert_TK = expert,
+                                     .prob_TK = prob,
+                                     .stream = nullptr};
+  const mok::SpreadArguments backward{.d_prob_TK = d_prob,
+                                      .expert_TK = expert,
+                                      .tokens = tokens,
+                                      .choices = choices,
+                                      .experts = experts,
+                                      .type = mok::Dense::kFp32,
+                                      .d_dense_TE = d_dense,
+                                      .stream = nullptr};
+  bool ran = true;
+  for (int token : in_any_order(tokens, 1)) {
+    ran = ran && launch(32, [&] { mok::choose_token<float>(forward, token, threadIdx.x); });
+    ran = ran && launch(32, [&] { mok::spread_token<float>(backward, token, threadIdx.x); });
+  }
+  return ran;
 }

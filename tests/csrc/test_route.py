@@ -7,7 +7,9 @@ import secrets
 
 import numpy as np
 import pytest
+import torch
 
+from mok_megatron.function import top_k_choices
 from tests.csrc.fuzz import drawn, fuzz, shrunk
 from tests.csrc.route import Choices, Router, expected
 from tests.ranks import RankFailed, run_ranks
@@ -65,6 +67,31 @@ def test_drawn_cases_have_everything_in_them(router: Router) -> None:
     assert sum(case.experts > 64 for case in cases) > 20
     assert sum(bool((case.ids == -1).all()) for case in cases) > 20
     assert sum(case.ids.shape[1] > case.experts for case in cases) > 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(1, 1, 1), (3, 33, 3), (40, 16, 8), (9, 128, 8), (5, 100, 40), (3, 70, 70)],
+)
+def test_choices_and_their_gradient_are_those_of_torch(
+    router: Router, tokens: int, experts: int, top_k: int
+) -> None:
+    """With empty tokens, full ones, and ones with more routes than slots."""
+    random = np.random.default_rng(experts)
+    for order in range(4):
+        counts = random.integers(0, min(top_k + 1, experts), tokens, endpoint=True)
+        ranks = random.random((tokens, experts)).argsort(1).argsort(1)
+        routed = ranks < counts[:, None]
+        probs = random.random((tokens, experts), np.float32)
+        dprob = random.random((tokens, top_k), np.float32)
+        expert, prob, dense = router.choose(probs, routed, top_k, dprob, order)
+        leaf = torch.from_numpy(probs).requires_grad_()
+        wanted, value = top_k_choices(leaf, torch.from_numpy(routed), top_k, torch.float32)
+        fits = torch.from_numpy(counts <= top_k)
+        (value * torch.from_numpy(dprob))[fits].sum().backward()
+        assert torch.equal(torch.from_numpy(expert), wanted)
+        assert torch.equal(torch.from_numpy(prob)[fits], value[fits])
+        assert torch.equal(torch.from_numpy(dense), leaf.grad)
 
 
 # Seeded faults: an edit of route.cuh, and what is said of it.
