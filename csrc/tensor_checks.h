@@ -3,14 +3,12 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
-#include <exception>
 #include <string>
 #include <vector>
 
@@ -26,6 +24,8 @@ inline const char* name_of(ScalarType type) {
   switch (type) {
     case ScalarType::BFloat16:
       return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
     case ScalarType::Float:
       return "float32";
     case ScalarType::Int:
@@ -103,21 +103,47 @@ inline void check_device(const Tensor& first, const char* op,
   }
 }
 
-// Uninitialised, on the device of `like`. The library's own errors do not say why there is none.
-inline Tensor new_tensor(const Tensor& like, Extents extents, ScalarType type) {
-  try {
-    return torch::stable::new_empty(like, extents, type);
-  } catch (const std::exception&) {
-    int64_t bytes = type == ScalarType::Byte       ? 1
-                    : type == ScalarType::BFloat16 ? 2
-                    : type == ScalarType::Double   ? 8
-                                                   : 4;
-    for (size_t i = 0; i < extents.size(); ++i) bytes *= extents[i];
-    STD_TORCH_CHECK(false,
-                    "mok: a call's buffers must fit in memory, got no room for ",
-                    bytes,
-                    " bytes; lower --micro-batch-size");
+inline int32_t code_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Float:
+      return aoti_torch_dtype_float32();
+    case ScalarType::Double:
+      return aoti_torch_dtype_float64();
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
+    default:
+      return aoti_torch_dtype_uint8();
   }
+}
+
+// Uninitialised and contiguous, of one or two extents, on the device of `like`. Not through the
+// dispatcher by name, which costs more than all else that an op does on the host; and torch does
+// not say why there is none.
+inline Tensor new_tensor(const Tensor& like, Extents extents, ScalarType type) {
+  const auto dimensions = static_cast<int64_t>(extents.size());
+  const int64_t strides[2] = {dimensions == 2 ? extents[1] : 1, 1};
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(
+          dimensions,
+          extents.data(),
+          strides,
+          code_of(type),
+          like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(),
+          like.get_device_index(),
+          &handle) == AOTI_TORCH_SUCCESS) {
+    return Tensor(handle);
+  }
+  int64_t bytes = type == ScalarType::Byte       ? 1
+                  : type == ScalarType::BFloat16 ? 2
+                  : type == ScalarType::Double   ? 8
+                                                 : 4;
+  for (int64_t i = 0; i < dimensions; ++i) bytes *= extents[i];
+  STD_TORCH_CHECK(false,
+                  "mok: a call's buffers must fit in memory, got no room for ",
+                  bytes,
+                  " bytes; lower --micro-batch-size");
 }
 
 inline void check_fault() {

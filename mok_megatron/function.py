@@ -1,14 +1,16 @@
 """The only place where autograd appears: one node for the whole layer, between the router and the
 residual.
 
-Everything a backward needs is in `save_for_backward`, nothing in attributes of ctx but plain
-integers and the backend: activation checkpointing can free and rebuild it, several forwards may
-precede their backwards, and an output that is discarded and recomputed later refills the storage
-that backward reads.
+Every activation that a backward needs is in `save_for_backward`, nothing in attributes of ctx but
+plain integers, the backend and the weights: activation checkpointing can free and rebuild it,
+several forwards may precede their backwards, and an output that is discarded and recomputed later
+refills the storage that backward reads. The weights outlive the call anyway, and there are hundreds
+of them: they are held, and their version counters compared, as `save_for_backward` would.
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from mok_megatron.contract import (
     WeightGradients,
     Weights,
 )
+
+_version = attrgetter("_version")
 
 
 class FreshGradients:
@@ -62,18 +66,21 @@ class FusedMoE(torch.autograd.Function):
         """One call of backend.forward; shapes as in contract.Backend."""
         y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, weights)
         ctx.backend, ctx.store, ctx.host = backend, store, context.host
-        ctx.num_weights = len(flat)
-        ctx.save_for_backward(*flat, *context.tensors)
+        ctx.weights, ctx.versions = weights, [*map(_version, flat)]
+        ctx.save_for_backward(*context.tensors)
         return y_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """One call of backend.backward."""
-        backend, store = ctx.backend, ctx.store
+        backend, store, weights = ctx.backend, ctx.store, ctx.weights
         saved = ctx.saved_tensors  # read once: recompute refills it at the first reading only
-        flat, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        weights = Weights.of(flat, backend.shape)
+        if [*map(_version, weights.flat())] != ctx.versions:
+            raise RuntimeError(
+                "mok: an expert weight must stay as it is from forward to backward, got one "
+                "modified by an inplace operation; step the optimizer after the backward"
+            )
         into = store.open(weights, ctx.needs_input_grad[6:], backend.shape)
         gradients = backend.backward(
             Context(tensors=saved, host=ctx.host), dy_TH.contiguous(), weights, into

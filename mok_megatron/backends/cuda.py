@@ -115,7 +115,7 @@ class CudaBackend:
             return torch.empty_like(x_TH), Context(tensors=(x_TH,))
         tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
         try:
-            y_TH, kept = torch.ops.mok_megatron.forward(
+            y_TH, kept = torch.ops.mok_megatron.forward.default(
                 x_TH,
                 expert_TK.contiguous(),
                 prob_TK.contiguous(),
@@ -154,7 +154,7 @@ class CudaBackend:
         tables = self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream)
         gradients = [self._gradient_table(name, places, stream) for name in names]
         try:
-            dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward(
+            dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward.default(
                 x_TH,
                 dy_TH,
                 kept,

@@ -7,6 +7,7 @@ Letters: R rows, each expert's at a multiple of 128; L experts; H hidden; F expe
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
 TENSOR_MAP_BYTES = 128
 
 _loaded: list[pathlib.Path] = []
+_entries: list[ctypes.CDLL] = []  # of the library, for what must not cost a dispatch
 
 
 class LibraryMissing(RuntimeError):
@@ -52,7 +54,14 @@ def load(path: pathlib.Path | None = None) -> None:
             f"install again with this torch ({torch.__version__})"
         ) from error
     _declare_fakes()
+    _entries.append(ctypes.CDLL(str(path)))
     _loaded.append(path)
+
+
+def holds(watch: int) -> bool:
+    """Whether all matrices of torch.ops.mok_megatron.watch's number have the address, form and
+    dtype that they had."""
+    return bool(_entries[0].mok_holds(ctypes.c_int64(watch)))
 
 
 def _declare_fakes() -> None:
