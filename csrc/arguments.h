@@ -109,6 +109,7 @@ struct TableHeader {
 namespace sm90 {
 // Each throws std::runtime_error when CUDA refuses.
 int compute_capability(int device);  // 90 on Hopper
+int sm_count(int device);
 void encode_table(Role role, int tiling, const Matrix* matrices, int count, void* host_table);
 void launch_product(const ProductArguments& arguments);
 void launch_input_gradient(const ProductArguments& arguments);

@@ -26,6 +26,8 @@ enum class Tag : uint32_t {
   kMoveChunk,       // mover waits for a chunk of a row
   kCombineRows,     // combine waits for a token's rows
   kCombineSums,     // combine waits for the sums of prob's gradient
+  kStart,           // gather waits for the start of a rank's call
+  kCombineHome,     // combine waits for a row from another rank
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
   kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
 };
@@ -64,6 +66,10 @@ inline const char* describe(Tag tag) {
       return "combine waited for the rows of a token";
     case Tag::kCombineSums:
       return "combine waited for the sums of a probability's gradient";
+    case Tag::kStart:
+      return "gather waited for the start of the call on the rank that is the thread's number";
+    case Tag::kCombineHome:
+      return "combine waited for a row from another rank";
     case Tag::kWrongTable:
       return "a table of tensor maps describes other matrices or boxes than the call needs";
     case Tag::kRowsOutOfRange:

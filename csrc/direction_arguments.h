@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "arguments.h"
+#include "exchange_arguments.h"
 
 namespace mok {
 
@@ -45,8 +46,11 @@ struct DirectionLaunch {
   void* stream = {};
 };
 
+// Of a group of several ranks T is this rank's, E its own experts, and R the budget; x and dy of
+// the routed rows come from the ranks' workspaces.
 struct ForwardArguments {
   Routing routing = {};
+  Peers peers = {};
   Sizes sizes = {};
   WeightTables weights = {};
   DirectionLaunch launch = {};
@@ -67,6 +71,7 @@ struct GradientTables {
 
 struct BackwardArguments {
   Routing routing = {};
+  Peers peers = {};
   Sizes sizes = {};
   WeightTables weights = {};  // w1 for the gradient of up, w2 for that of down
   GradientTables gradients = {};
@@ -85,7 +90,7 @@ struct BackwardArguments {
 int64_t direction_words(int64_t rows, int64_t tokens, int64_t experts);
 
 namespace sm90 {
-// Each throws std::runtime_error when CUDA refuses. T > 0.
+// Each throws std::runtime_error when CUDA refuses. T > 0, or several ranks.
 void launch_forward(const ForwardArguments& arguments);
 void launch_backward(const BackwardArguments& arguments);
 }  // namespace sm90

@@ -16,12 +16,15 @@ constexpr int kChunk = 256;        // slots that one warp counts and places
 // What the device found wrong with the choices. Lives in pinned host memory; `kind` is written
 // last, and only while it is 0, so that who sees it sees the rest, and the first fault stays until
 // the host has taken it.
-enum class RouteFaultKind : int32_t { kNone = 0, kIdOutOfRange = 1, kDuplicate = 2 };
+enum class RouteFaultKind : int32_t { kNone, kIdOutOfRange, kDuplicate, kNotFinite };
 struct RouteFault {
   int32_t kind;
   int32_t expert;
   int32_t token;
   int32_t choice;
+  int32_t experts;  // E and K of the call
+  int32_t choices;
+  float prob;
 };
 
 RouteFault* route_fault_record();  // process-wide; null when pinned memory is refused
@@ -47,6 +50,32 @@ struct RouteArguments {
   void* stream;
 };
 
+// Of dense probabilities.
+enum class Dense : int32_t { kBf16, kFp32, kFp64 };
+
+struct ChoiceArguments {
+  const void* dense_TE;  // probabilities
+  const bool* map_TE;    // what is chosen
+  int64_t tokens;
+  int32_t choices;
+  int32_t experts;
+  Dense type;
+  int32_t* expert_TK;
+  float* prob_TK;
+  void* stream;
+};
+
+struct SpreadArguments {
+  const float* d_prob_TK;
+  const int32_t* expert_TK;  // of choices
+  int64_t tokens;
+  int32_t choices;
+  int32_t experts;
+  Dense type;
+  void* d_dense_TE;
+  void* stream;
+};
+
 // out[t] = bf16(sum over k in slot order of rows[row_TK[t, k]], then shared[t]).
 struct CombineArguments {
   const void* rows;    // bf16 [R, H]
@@ -62,6 +91,9 @@ struct CombineArguments {
 
 // Each throws std::runtime_error when CUDA refuses, and does nothing when there are no tokens.
 void launch_route(const RouteArguments& arguments);
+void launch_counts(const RouteArguments& arguments);  // its first two kernels
+void launch_choices(const ChoiceArguments& arguments);
+void launch_spread(const SpreadArguments& arguments);
 
 // `count` records of 128 bytes from host memory to a table on the device, through kernel
 // parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps

@@ -1,173 +1,52 @@
 // The border to torch of the layer: route, and the forward and backward kernels.
 //
 // ops.cpp is the same border for the products, table_ops.cpp that of weights and their tables of
-// tensor maps; beside tensor_checks.h, which they share, no other file has torch headers.
+// tensor maps; beside tensor_checks.h and call.h, which they share, no other file has torch
+// headers.
 //
 // No op waits for the device, and checks run before it is asked. A call of a layer is one op a
 // direction: it allocates what it returns and what it needs meanwhile, the latter in one piece, and
 // gives that back when it returns: the stream's order keeps it whole until the kernels are done.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <bit>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "arguments.h"
-#include "direction_arguments.h"
+#include "call.h"
 #include "layer_arguments.h"
-#include "tensor_checks.h"
 
 namespace {
 
 using namespace mok::border;
-
-// Offsets in one allocation, each at a multiple of 512 bytes, where torch's allocator would put it.
-class Room {
- public:
-  int64_t take(int64_t bytes) {
-    const int64_t at = bytes_;
-    bytes_ += (bytes + 511) / 512 * 512;
-    return at;
-  }
-  int64_t take_bf16(int64_t rows, int64_t columns) { return take(2 * rows * columns); }
-  int64_t take_words(int64_t count) { return take(4 * count); }
-  Tensor allocate(const Tensor& like) const {
-    return torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  int64_t bytes_ = 0;
-};
-
-template <class T = void>
-T* at(const Tensor& room, int64_t offset) {
-  return reinterpret_cast<T*>(static_cast<char*>(room.mutable_data_ptr()) + offset);
-}
-
-// R: rows for any routing of `slots` choices, each expert's starting at a row tile.
-int64_t capacity(int64_t slots, int64_t experts) {
-  const int64_t rows = (slots + 127 * (slots < experts ? slots : experts)) / 128 * 128;
-  STD_TORCH_CHECK(rows <= INT32_MAX,
-                  "mok: rows must be fewer than 2^31, got ",
-                  rows,
-                  " for ",
-                  slots,
-                  " slots and ",
-                  experts,
-                  " experts; lower --micro-batch-size");
-  return rows < 128 ? 128 : rows;
-}
-
-// The schedule as route writes it, in one tensor of bytes; see layer_arguments.h.
-struct Schedule {
-  int64_t tokens = {}, choices = {}, experts = {}, rows = {};
-  int64_t row_start = {}, row_count = {}, shared_start = {}, shared_count = {};
-  int64_t faulty = {}, row = {}, slot = {}, prob = {}, bytes = {};
-
-  static Schedule of(int64_t tokens, int64_t choices, int64_t experts) {
-    STD_TORCH_CHECK(experts > 0 && experts <= mok::kMaxExperts,
-                    "mok: there may be 1 to ",
-                    mok::kMaxExperts,
-                    " experts, got ",
-                    experts,
-                    "; use --mok-backend reference");
-    STD_TORCH_CHECK(choices > 0 && choices <= mok::kMaxChoices,
-                    "mok: a token may have 1 to ",
-                    mok::kMaxChoices,
-                    " choices, got ",
-                    choices,
-                    "; use --mok-backend reference");
-    STD_TORCH_CHECK(tokens > 0, "mok: a layer's kernel needs tokens, got none");
-    const int64_t slots = tokens * choices;
-    STD_TORCH_CHECK(slots <= INT32_MAX / 2,
-                    "mok: tokens x choices must be at most ",
-                    INT32_MAX / 2,
-                    ", got ",
-                    tokens,
-                    " x ",
-                    choices,
-                    "; lower --micro-batch-size");
-    Room room;
-    Schedule s{
-        .tokens = tokens, .choices = choices, .experts = experts, .rows = capacity(slots, experts)};
-    s.row_start = room.take_words(experts + 1);
-    s.row_count = room.take_words(experts);
-    s.shared_start = room.take_words(2);
-    s.shared_count = room.take_words(1);
-    s.faulty = room.take_words(1);
-    s.row = room.take_words(slots);
-    s.slot = room.take_words(s.rows);
-    s.prob = room.take_words(s.rows);
-    s.bytes = room.bytes();
-    return s;
-  }
-
-  int64_t chunks() const { return (tokens * choices + mok::kChunk - 1) / mok::kChunk; }
-  int64_t counts() const { return (chunks() + 1) * (experts + 1); }
-
-  mok::Routing routing(const Tensor& schedule) const {
-    check_tensor(schedule, "schedule", ScalarType::Byte, {bytes}, 16);
-    return {.row_start = at<int32_t>(schedule, row_start),
-            .row_count = at<int32_t>(schedule, row_count),
-            .row_TK = at<int32_t>(schedule, row),
-            .slot_R = at<int32_t>(schedule, slot),
-            .prob_R = at<float>(schedule, prob),
-            .faulty = at<int32_t>(schedule, faulty),
-            .tokens = static_cast<int32_t>(tokens),
-            .choices = static_cast<int32_t>(choices),
-            .experts = static_cast<int32_t>(experts),
-            .rows = static_cast<int32_t>(rows)};
-  }
-};
-
-Schedule check_choices(const Tensor& expert, const Tensor& prob, int64_t experts) {
-  check_tensor(expert, "expert", ScalarType::Int, {-1, -1});
-  const Schedule s = Schedule::of(expert.size(0), expert.size(1), experts);
-  check_tensor(prob, "prob", ScalarType::Float, {s.tokens, s.choices});
-  return s;
-}
-
-// counts: s.counts() words.
-Tensor launch_route(const Schedule& s, const Tensor& expert, const Tensor& prob, int32_t* counts,
-                    void* stream) {
-  const Tensor schedule = torch::stable::new_empty(expert, {s.bytes}, ScalarType::Byte);
-  mok::launch_route({.expert_TK = expert.const_data_ptr<int32_t>(),
-                     .prob_TK = prob.const_data_ptr<float>(),
-                     .tokens = static_cast<int32_t>(s.tokens),
-                     .choices = static_cast<int32_t>(s.choices),
-                     .experts = static_cast<int32_t>(s.experts),
-                     .chunks = static_cast<int32_t>(s.chunks()),
-                     .counts = counts,
-                     .row_start = at<int32_t>(schedule, s.row_start),
-                     .row_count = at<int32_t>(schedule, s.row_count),
-                     .shared_start = at<int32_t>(schedule, s.shared_start),
-                     .shared_count = at<int32_t>(schedule, s.shared_count),
-                     .faulty = at<int32_t>(schedule, s.faulty),
-                     .row_TK = at<int32_t>(schedule, s.row),
-                     .slot_R = at<int32_t>(schedule, s.slot),
-                     .prob_R = at<float>(schedule, s.prob),
-                     .fault = mok::route_fault_record(),
-                     .stream = stream});
-  return schedule;
-}
 
 // The schedule alone.
 Tensor route(const Tensor& expert, const Tensor& prob, int64_t experts) {
   const Schedule s = check_choices(expert, prob, experts);
   check_device(expert, "route", {&prob});
   const torch::stable::accelerator::DeviceGuard guard(expert.get_device_index());
-  const Tensor counts = torch::stable::new_empty(expert, {s.counts()}, ScalarType::Int);
-  return launch_route(s, expert, prob, counts.mutable_data_ptr<int32_t>(), stream_of(expert));
+  const int64_t slots = s.tokens * s.choices;
+  const Tensor counts = new_tensor(expert, {Schedule::counts(slots, experts)}, ScalarType::Int);
+  const Tensor schedule = new_schedule(s, expert);
+  mok::launch_route(route_arguments(s,
+                                    schedule,
+                                    expert.const_data_ptr<int32_t>(),
+                                    prob.const_data_ptr<float>(),
+                                    slots,
+                                    experts,
+                                    counts.mutable_data_ptr<int32_t>(),
+                                    stream_of(expert)));
+  return schedule;
 }
 
 // Where its parts are, in words: row_start, row_count, shared_start, shared_count, faulty, row,
-// slot, prob; then R, and the words of all.
-std::vector<int64_t> schedule_words(int64_t tokens, int64_t choices, int64_t experts) {
-  const Schedule s = Schedule::of(tokens, choices, experts);
+// slot, prob; then R, and the words of all. rows: R of a group of several ranks, or 0.
+std::vector<int64_t> schedule_words(int64_t tokens, int64_t choices, int64_t experts,
+                                    int64_t rows) {
+  const Schedule s = Schedule::of(tokens, choices, experts, rows);
   return {s.row_start / 4,
           s.row_count / 4,
           s.shared_start / 4,
@@ -245,7 +124,7 @@ void check_all_on(const Tensor& x, const char* op, std::vector<const Tensor*> al
 }
 
 Tensor new_bf16(const Tensor& like, int64_t rows, int64_t columns) {
-  return torch::stable::new_empty(like, {rows, columns}, ScalarType::BFloat16);
+  return new_tensor(like, {rows, columns}, ScalarType::BFloat16);
 }
 
 // y, and what backward needs: the schedule, gate_up [R, 2F], the shared expert's [T, 2S].
@@ -253,39 +132,57 @@ Tensor new_bf16(const Tensor& like, int64_t rows, int64_t columns) {
 std::tuple<Tensor, std::vector<Tensor>> forward(const Tensor& x, const Tensor& expert,
                                                 const Tensor& prob,
                                                 const std::vector<Tensor>& weights, int64_t width,
-                                                int64_t shared_width, int64_t ctas, int64_t ahead) {
+                                                int64_t shared_width, int64_t ctas, int64_t ahead,
+                                                const std::optional<Tensor>& bases,
+                                                const std::vector<int64_t>& numbers) {
   const bool shared = shared_width != 0;
-  const Schedule s = check_choices(expert, prob, experts_of(weights, shared));
+  const Group g = Group::of(bases, numbers);
+  const Schedule s = check_choices(expert, prob, experts_of(weights, shared), g.rows);
   check_tensor(x, "x", ScalarType::BFloat16, {s.tokens, -1}, 16);
   mok::ForwardArguments arguments{.sizes = check_sizes(x, width, shared_width),
                                   .weights = weights_of(weights, s.experts, shared)};
   const int64_t hidden = arguments.sizes.hidden;
-  check_all_on(x, "forward", {&expert, &prob}, {&weights});
+  check_all_on(x, "forward", {&expert, &prob, bases ? &*bases : &x}, {&weights});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
   const int64_t words = room.take_words(mok::direction_words(s.rows, s.tokens, s.experts)),
-                counts = room.take_words(s.counts()), rows = room.take_bf16(s.rows, hidden),
-                activation = room.take_bf16(s.rows, width),
+                rows = room.take_bf16(s.rows, hidden), activation = room.take_bf16(s.rows, width),
                 shared_activation = room.take_bf16(s.tokens, shared_width),
                 shared_y = room.take_bf16(shared ? s.tokens : 0, hidden);
+  const int64_t slots = s.tokens * s.choices;
+  const Opening opening =
+      g.several() ? Opening::forward(room, g, s)
+                  : Opening{.counts = room.take_words(Schedule::counts(slots, s.experts))};
   const Tensor scratch = room.allocate(x);
   const Tensor y = new_bf16(x, s.tokens, hidden);
-  arguments.launch = direction_launch(x, at<int32_t>(scratch, words), ctas, ahead);
-  std::vector<Tensor> kept{
-      launch_route(s, expert, prob, at<int32_t>(scratch, counts), arguments.launch.stream),
-      new_bf16(x, s.rows, 2 * width)};
+  arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead);
+  std::vector<Tensor> kept{new_schedule(s, x), new_bf16(x, s.rows, 2 * width)};
+  arguments.peers = g.peers(s.choices, hidden);
+  if (g.several()) {
+    open_forward(
+        g, s, opening, arguments.launch, arguments.peers, x, expert, prob, scratch, kept[0]);
+  } else {
+    mok::launch_route(route_arguments(s,
+                                      kept[0],
+                                      expert.const_data_ptr<int32_t>(),
+                                      prob.const_data_ptr<float>(),
+                                      slots,
+                                      s.experts,
+                                      inside<int32_t>(scratch, opening.counts),
+                                      arguments.launch.stream));
+  }
   arguments.routing = s.routing(kept[0]);
   arguments.x = x.const_data_ptr();
-  arguments.rows = at(scratch, rows);
+  arguments.rows = inside(scratch, rows);
   arguments.gate_up = kept[1].mutable_data_ptr();
-  arguments.activation = at(scratch, activation);
+  arguments.activation = inside(scratch, activation);
   arguments.y = y.mutable_data_ptr();
   if (shared) {
     kept.push_back(new_bf16(x, s.tokens, 2 * shared_width));
     arguments.shared_gate_up = kept[2].mutable_data_ptr();
-    arguments.shared_activation = at(scratch, shared_activation);
-    arguments.shared_y = at(scratch, shared_y);
+    arguments.shared_activation = inside(scratch, shared_activation);
+    arguments.shared_y = inside(scratch, shared_y);
   }
   mok::sm90::launch_forward(arguments);
   return {y, kept};
@@ -298,10 +195,11 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
     const Tensor& x, const Tensor& dy, const std::vector<Tensor>& kept,
     const std::vector<Tensor>& weights, const std::vector<Tensor>& gradients, int64_t choices,
     int64_t width, int64_t shared_width, bool fp32, bool accumulate, bool outside, int64_t ctas,
-    int64_t ahead) {
+    int64_t ahead, const std::optional<Tensor>& bases, const std::vector<int64_t>& numbers) {
   const bool shared = shared_width != 0;
+  const Group g = Group::of(bases, numbers);
   check_tensor(x, "x", ScalarType::BFloat16, {-1, -1}, 16);
-  const Schedule s = Schedule::of(x.size(0), choices, experts_of(weights, shared));
+  const Schedule s = Schedule::of(x.size(0), choices, experts_of(weights, shared), g.rows);
   check_tensor(dy, "dy", ScalarType::BFloat16, {s.tokens, x.size(1)}, 16);
   check_count(kept, "kept", shared ? 3 : 2);
   check_count(gradients, "gradients", shared ? 4 : 2);
@@ -319,7 +217,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
       .type = fp32 ? mok::Gradient::kFp32 : mok::Gradient::kBf16,
       .accumulate = accumulate};
   const int64_t hidden = arguments.sizes.hidden;
-  check_all_on(x, "backward", {&dy}, {&kept, &weights, &gradients});
+  check_all_on(x, "backward", {&dy, bases ? &*bases : &x}, {&kept, &weights, &gradients});
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
@@ -349,23 +247,29 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
     rows.push_back(new_bf16(x, b.rows, b.columns));
     *b.place = rows.back().mutable_data_ptr();
   }
+  const Opening opening = g.several() ? Opening::backward(room, s) : Opening{};
   const Tensor scratch = room.allocate(x);
   if (!outside) {
-    for (const Buffer& b : buffers) *b.place = at(scratch, b.at);
+    for (const Buffer& b : buffers) *b.place = inside(scratch, b.at);
   }
   const Tensor dx = new_bf16(x, s.tokens, hidden);
-  const Tensor dprob = torch::stable::new_empty(x, {s.tokens, choices}, ScalarType::Float);
-  arguments.launch = direction_launch(x, at<int32_t>(scratch, words), ctas, ahead);
+  const Tensor dprob = new_tensor(x, {s.tokens, choices}, ScalarType::Float);
+  arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead);
+  arguments.peers = g.peers(choices, hidden);
+  if (g.several()) {
+    arguments.routing =
+        open_backward(g, s, opening, arguments.launch, arguments.peers, x, dy, scratch, kept[0]);
+  }
   arguments.x = x.const_data_ptr();
   arguments.dy = dy.const_data_ptr();
   arguments.gate_up = kept[1].const_data_ptr();
-  arguments.parts = at<float>(scratch, parts);
-  arguments.dx_rows = at(scratch, dx_rows);
+  arguments.parts = inside<float>(scratch, parts);
+  arguments.dx_rows = inside(scratch, dx_rows);
   arguments.dx = dx.mutable_data_ptr();
   arguments.d_prob_TK = dprob.mutable_data_ptr<float>();
   if (shared) {
     arguments.shared_gate_up = kept[2].const_data_ptr();
-    arguments.shared_dx = at(scratch, shared_dx);
+    arguments.shared_dx = inside(scratch, shared_dx);
   }
   mok::sm90::launch_backward(arguments);
   return {dx, dprob, rows};
@@ -384,14 +288,71 @@ mok::RouteFault& fault_of_choices() {
 // Where the host may look whether there is a fault: int32, not 0.
 int64_t route_fault_address() { return reinterpret_cast<int64_t>(&fault_of_choices().kind); }
 
-// The first fault of the choices since the last call: kind (0: none), expert, token, choice. Sees
-// what the device has written so far, and does not wait for it.
+// The first fault of the choices since the last call: kind (0: none), expert, token, choice, E, K,
+// and the bits of the probability. Sees what the device has written so far, and does not wait.
 std::vector<int64_t> take_route_fault() {
   mok::RouteFault& record = fault_of_choices();
   std::atomic_ref<int32_t> kind(record.kind);
   const int32_t found = kind.load(std::memory_order_acquire);
+  if (found == 0) return {0, 0, 0, 0, 0, 0, 0};
+  std::vector<int64_t> words{found,
+                             record.expert,
+                             record.token,
+                             record.choice,
+                             record.experts,
+                             record.choices,
+                             std::bit_cast<uint32_t>(record.prob)};
+  kind.store(0, std::memory_order_release);
+  return words;
+}
+
+// Of a rank's workspace: its bytes, then where its parts start; see workspace.h.
+std::vector<int64_t> workspace_parts(int64_t ranks, int64_t tokens, int64_t choices,
+                                     int64_t hidden) {
+  const std::vector<int64_t> sizes{ranks, tokens, choices, hidden};
+  for (const int64_t size : sizes) {
+    STD_TORCH_CHECK(size > 0 && size <= INT32_MAX,
+                    "mok: a workspace needs ranks, tokens, choices and a hidden size, got ",
+                    size);
+  }
+  const auto w = mok::Workspace::of({.ranks = static_cast<int32_t>(ranks),
+                                     .tokens = static_cast<int32_t>(tokens),
+                                     .choices = static_cast<int32_t>(choices),
+                                     .hidden = static_cast<int32_t>(hidden)});
+  return {w.bytes,
+          w.control,
+          w.start[0],
+          w.start[1],
+          w.expert[0],
+          w.expert[1],
+          w.prob[0],
+          w.prob[1],
+          w.x[0],
+          w.x[1],
+          w.dy[0],
+          w.dy[1],
+          w.arrived,
+          w.home};
+}
+
+mok::ExchangeFault& fault_of_exchange() {
+  mok::ExchangeFault* const record = mok::exchange_fault_record();
+  STD_TORCH_CHECK(record != nullptr,
+                  "mok: the fault record needs pinned host memory, got none; ",
+                  "raise the limit of locked memory (ulimit -l) or use --mok-backend reference");
+  return *record;
+}
+
+// As route_fault_address.
+int64_t exchange_fault_address() { return reinterpret_cast<int64_t>(&fault_of_exchange().kind); }
+
+// As take_route_fault, of a call of several ranks: kind (0: none), rank, value, wanted.
+std::vector<int64_t> take_exchange_fault() {
+  mok::ExchangeFault& record = fault_of_exchange();
+  std::atomic_ref<int32_t> kind(record.kind);
+  const int32_t found = kind.load(std::memory_order_acquire);
   if (found == 0) return {0, 0, 0, 0};
-  std::vector<int64_t> words{found, record.expert, record.token, record.choice};
+  std::vector<int64_t> words{found, record.rank, record.value, record.wanted};
   kind.store(0, std::memory_order_release);
   return words;
 }
@@ -400,16 +361,20 @@ std::vector<int64_t> take_route_fault() {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("route(Tensor expert, Tensor prob, int experts) -> Tensor");
-  m.def("schedule_words(int tokens, int choices, int experts) -> int[]");
+  m.def("schedule_words(int tokens, int choices, int experts, int rows=0) -> int[]");
   m.def(
       "forward(Tensor x, Tensor expert, Tensor prob, Tensor[] weights, int width, "
-      "int shared_width, int ctas=0, int ahead=0) -> (Tensor, Tensor[])");
+      "int shared_width, int ctas=0, int ahead=0, Tensor? bases=None, int[] group=[]) -> (Tensor, "
+      "Tensor[])");
   m.def(
       "backward(Tensor x, Tensor dy, Tensor[] kept, Tensor[] weights, Tensor[] gradients, "
       "int choices, int width, int shared_width, bool fp32, bool accumulate, bool outside, "
-      "int ctas=0, int ahead=0) -> (Tensor, Tensor, Tensor[])");
+      "int ctas=0, int ahead=0, Tensor? bases=None, int[] group=[]) -> (Tensor, Tensor, Tensor[])");
   m.def("route_fault_address() -> int");
   m.def("take_route_fault() -> int[]");
+  m.def("workspace_parts(int ranks, int tokens, int choices, int hidden) -> int[]");
+  m.def("exchange_fault_address() -> int");
+  m.def("take_exchange_fault() -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
@@ -419,4 +384,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("backward", TORCH_BOX(&backward));
   m.impl("route_fault_address", TORCH_BOX(&route_fault_address));
   m.impl("take_route_fault", TORCH_BOX(&take_route_fault));
+  m.impl("workspace_parts", TORCH_BOX(&workspace_parts));
+  m.impl("exchange_fault_address", TORCH_BOX(&exchange_fault_address));
+  m.impl("take_exchange_fault", TORCH_BOX(&take_exchange_fault));
 }

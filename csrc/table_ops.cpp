@@ -6,8 +6,8 @@
 // what they were.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
+#include <exception>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -28,22 +28,17 @@ struct Watched {
   const void* data;
   int64_t rows, columns;
   ScalarType type;
-  int32_t device;
 
   static Watched of(const Tensor& t) {
     const bool flat = t.dim() == 2 && t.is_contiguous();
-    return {t,
-            t.const_data_ptr(),
-            flat ? t.size(0) : -1,
-            flat ? t.size(1) : -1,
-            t.scalar_type(),
-            t.get_device_index()};
+    return {t, t.const_data_ptr(), flat ? t.size(0) : -1, flat ? t.size(1) : -1, t.scalar_type()};
   }
+  // The address says the device. Few calls: a model has hundreds of these.
   bool holds() const {
-    const Extents extents = matrix.sizes();
+    const Extents extents = matrix.sizes(), strides = matrix.strides();
     return matrix.const_data_ptr() == data && extents.size() == 2 && extents[0] == rows &&
-           extents[1] == columns && matrix.is_contiguous() && matrix.scalar_type() == type &&
-           matrix.get_device_index() == device;
+           extents[1] == columns && strides[0] == columns && strides[1] == 1 &&
+           matrix.scalar_type() == type;
   }
 };
 
@@ -60,11 +55,11 @@ int64_t watch(const std::vector<Tensor>& matrices) {
   return next;
 }
 
-// Whether all of them still have the address, form, dtype and device that they had.
+// Whether all of them still have the address, form and dtype that they had; false of no watch.
 bool holds(int64_t watch) {
   const std::lock_guard lock(watch_mutex);
   const auto found = watches.find(watch);
-  STD_TORCH_CHECK(found != watches.end(), "mok: a watch must be one of watch's, got ", watch);
+  if (found == watches.end()) return false;
   for (const Watched& each : found->second) {
     if (!each.holds()) return false;
   }
@@ -126,24 +121,31 @@ Tensor stream_matrices(const std::vector<Tensor>& matrices, const std::string& r
   const auto count = static_cast<int>(list.size());
   std::vector<uint8_t> records(static_cast<size_t>(count + 1) * mok::kTensorMapBytes);
   mok::sm90::encode_table(role, 0, list.data(), count, records.data());
-  Tensor table =
-      torch::stable::new_empty(first, {count + 1, mok::kTensorMapBytes}, ScalarType::Byte);
+  Tensor table = new_tensor(first, {count + 1, mok::kTensorMapBytes}, ScalarType::Byte);
   mok::launch_write_table(records.data(), count + 1, table.mutable_data_ptr(), stream_of(first));
   return table;
 }
 
 }  // namespace
 
+// `holds` past the dispatcher, which takes as long as the look at sixty matrices; it is asked
+// three times in a forward and a backward.
+extern "C" int32_t mok_holds(int64_t watch) {
+  try {
+    return holds(watch);
+  } catch (const std::exception&) {  // a tensor that has no address
+    return 0;
+  }
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("watch(Tensor[] matrices) -> int");
-  m.def("holds(int watch) -> bool");
   m.def("unwatch(int watch) -> ()");
   m.def("stream_matrices(Tensor[] matrices, str role) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("watch", TORCH_BOX(&watch));
-  m.impl("holds", TORCH_BOX(&holds));
   m.impl("unwatch", TORCH_BOX(&unwatch));
   m.impl("stream_matrices", TORCH_BOX(&stream_matrices));
 }

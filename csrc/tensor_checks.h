@@ -1,5 +1,5 @@
-// What ops.cpp, layer_ops.cpp and table_ops.cpp, the files of the border to torch, ask of every
-// tensor. An error says rule, value and remedy.
+// What the files of the border to torch, *ops.cpp, ask of every tensor. An error says rule, value
+// and remedy.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -24,12 +24,20 @@ inline const char* name_of(ScalarType type) {
   switch (type) {
     case ScalarType::BFloat16:
       return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
     case ScalarType::Float:
       return "float32";
     case ScalarType::Int:
       return "int32";
+    case ScalarType::Long:
+      return "int64";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Double:
+      return "float64";
     default:
       return "another dtype";
   }
@@ -93,6 +101,49 @@ inline void check_device(const Tensor& first, const char* op,
                     ", got ",
                     t->is_cuda() ? t->get_device_index() : -1);
   }
+}
+
+inline int32_t code_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Float:
+      return aoti_torch_dtype_float32();
+    case ScalarType::Double:
+      return aoti_torch_dtype_float64();
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
+    default:
+      return aoti_torch_dtype_uint8();
+  }
+}
+
+// Uninitialised and contiguous, of one or two extents, on the device of `like`. Not through the
+// dispatcher by name, which costs more than all else that an op does on the host; and torch does
+// not say why there is none.
+inline Tensor new_tensor(const Tensor& like, Extents extents, ScalarType type) {
+  const auto dimensions = static_cast<int64_t>(extents.size());
+  const int64_t strides[2] = {dimensions == 2 ? extents[1] : 1, 1};
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(
+          dimensions,
+          extents.data(),
+          strides,
+          code_of(type),
+          like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu(),
+          like.get_device_index(),
+          &handle) == AOTI_TORCH_SUCCESS) {
+    return Tensor(handle);
+  }
+  int64_t bytes = type == ScalarType::Byte       ? 1
+                  : type == ScalarType::BFloat16 ? 2
+                  : type == ScalarType::Double   ? 8
+                                                 : 4;
+  for (int64_t i = 0; i < dimensions; ++i) bytes *= extents[i];
+  STD_TORCH_CHECK(false,
+                  "mok: a call's buffers must fit in memory, got no room for ",
+                  bytes,
+                  " bytes; lower --micro-batch-size");
 }
 
 inline void check_fault() {

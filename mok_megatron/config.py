@@ -22,17 +22,33 @@ BACKENDS = ("auto", "cuda", "reference")
 @dataclass(frozen=True, kw_only=True)
 class MokConfig:
     """backend: what computes the layers, one of BACKENDS; see `mok_megatron.backends.choose`.
+    max_tokens: the most tokens that a rank brings to a call of the cuda backend where ranks share a
+    workspace; None: `mok_megatron.limits.max_tokens` finds it.
+    row_budget: rows that a rank's buffers hold there, as a multiple of its share of a balanced
+    routing; see `mok_megatron.limits.row_capacity`.
 
     Raises ValueError for any other value.
     """
 
     backend: str = "auto"
+    max_tokens: int | None = None
+    row_budget: float = 1.25
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(
                 f"mok: --mok-backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; "
                 "choose one of them"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(
+                f"mok: --mok-max-tokens must be at least 1, got {self.max_tokens}; give the most "
+                "tokens that a rank brings to an MoE layer, or drop it"
+            )
+        if not 1 <= self.row_budget < float("inf"):
+            raise ValueError(
+                f"mok: --mok-row-budget must be at least 1, got {self.row_budget}; 1 holds a "
+                "balanced routing, more than that spares passes"
             )
 
 

@@ -13,6 +13,7 @@ empty slot has expert id -1 and probability 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -85,6 +86,10 @@ class Weights:
 
     def flat(self) -> tuple[Tensor, ...]:
         """All tensors in the order w1, w2, shared_w1, shared_w2, without the missing ones."""
+        return self._flat
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, ...]:
         shared = (self.shared_w1, self.shared_w2)
         return (*self.w1, *self.w2, *(w for w in shared if w is not None))
 

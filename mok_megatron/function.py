@@ -1,14 +1,16 @@
 """The only place where autograd appears: one node for the whole layer, between the router and the
 residual.
 
-Everything a backward needs is in `save_for_backward`, nothing in attributes of ctx but plain
-integers and the backend: activation checkpointing can free and rebuild it, several forwards may
-precede their backwards, and an output that is discarded and recomputed later refills the storage
-that backward reads.
+Every activation that a backward needs is in `save_for_backward`, nothing in attributes of ctx but
+plain integers, the backend and the weights: activation checkpointing can free and rebuild it,
+several forwards may precede their backwards, and an output that is discarded and recomputed later
+refills the storage that backward reads. The weights outlive the call anyway, and there are hundreds
+of them: they are held, and their version counters compared, as `save_for_backward` would.
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from mok_megatron.contract import (
     WeightGradients,
     Weights,
 )
+
+_version = attrgetter("_version")
 
 
 class FreshGradients:
@@ -62,18 +66,21 @@ class FusedMoE(torch.autograd.Function):
         """One call of backend.forward; shapes as in contract.Backend."""
         y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, weights)
         ctx.backend, ctx.store, ctx.host = backend, store, context.host
-        ctx.num_weights = len(flat)
-        ctx.save_for_backward(*flat, *context.tensors)
+        ctx.weights, ctx.versions = weights, [*map(_version, flat)]
+        ctx.save_for_backward(*context.tensors)
         return y_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """One call of backend.backward."""
-        backend, store = ctx.backend, ctx.store
+        backend, store, weights = ctx.backend, ctx.store, ctx.weights
         saved = ctx.saved_tensors  # read once: recompute refills it at the first reading only
-        flat, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        weights = Weights.of(flat, backend.shape)
+        if [*map(_version, weights.flat())] != ctx.versions:
+            raise RuntimeError(
+                "mok: an expert weight must stay as it is from forward to backward, got one "
+                "modified by an inplace operation; step the optimizer after the backward"
+            )
         into = store.open(weights, ctx.needs_input_grad[6:], backend.shape)
         gradients = backend.backward(
             Context(tensors=saved, host=ctx.host), dy_TH.contiguous(), weights, into
@@ -110,8 +117,40 @@ def fused_moe(
     return y_TH
 
 
+class Choices(torch.autograd.Function):
+    """probs_TE, routing_map_TE -> expert_TK, prob_TK of top_k_choices, a kernel a direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probs_TE: Tensor, routing_map_TE: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """On a GPU; probs_TE in bf16, fp32 or fp64."""
+        expert_TK, prob_TK = torch.ops.mok_megatron.choices(
+            probs_TE.contiguous(), routing_map_TE.contiguous(), top_k
+        )
+        ctx.save_for_backward(expert_TK)
+        ctx.mark_non_differentiable(expert_TK)
+        ctx.num_experts, ctx.dtype = probs_TE.shape[1], probs_TE.dtype
+        return expert_TK, prob_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, dprob_TK: Tensor) -> tuple[Tensor | None, ...]:
+        """Dense, zero where nothing was chosen."""
+        (expert_TK,) = ctx.saved_tensors
+        dense_TE = torch.ops.mok_megatron.spread(
+            dprob_TK.contiguous(), expert_TK, ctx.num_experts, ctx.dtype
+        )
+        return dense_TE, None, None
+
+
 def top_k_choices(
-    probs_TE: Tensor, routing_map_TE: Tensor, top_k: int, model_dtype: torch.dtype
+    probs_TE: Tensor,
+    routing_map_TE: Tensor,
+    top_k: int,
+    model_dtype: torch.dtype,
+    *,
+    kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Megatron's dense routing -> (expert_TK int32, prob_TK); the host never waits.
 
@@ -120,8 +159,11 @@ def top_k_choices(
     slots. prob_TK is fp32, fp64 for a `model_dtype` of fp64, whatever the router computes in. Its
     gradient goes back to probs_TE dense, in that dtype, so losses that hang on the router's output
     keep theirs. A token with more than `top_k` routes is marked OVERFULL, which every backend
-    refuses: nothing is dropped.
+    refuses: nothing is dropped. `kernel`: by the library's kernels, which need a GPU.
     """
+    if kernel:
+        expert_TK, prob_TK = Choices.apply(probs_TE, routing_map_TE, top_k)
+        return expert_TK, prob_TK
     num_experts = routing_map_TE.shape[1]
     ids_E = torch.arange(num_experts, device=routing_map_TE.device)
     routed_TE = torch.where(routing_map_TE, ids_E, num_experts)

@@ -128,15 +128,20 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             owners = self._owners = ExpertModules(self.experts, fused_shared)
         owners.run_forward_pre_hooks()
         weights = owners.weights
+        backend = self.backend(weights, hidden_states.device)
         expert_TK, prob_TK = top_k_choices(
-            probs_TE, routing_map_TE, self.config.moe_router_topk, weights.w1[0].dtype
+            probs_TE,
+            routing_map_TE,
+            self.config.moe_router_topk,
+            weights.w1[0].dtype,
+            kernel=backend.name == "cuda",
         )
         y_TH = fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             expert_TK,
             prob_TK,
             weights,
-            self.backend(weights, hidden_states.device),
+            backend,
             owners.store,
         )
         output = y_TH.view(hidden_states.shape)

@@ -11,8 +11,8 @@ instead:
   * forward pre-hooks: with --overlap-param-gather, DDP waits for a bucket's all-gather in a
     pre-hook of the module that owns the parameters. Without it the layer would read last step's
     weights.
-  * `main_grad`: the backward adds into it in place, sets `grad_added_to_main_grad`, and hands
-    autograd a stand-in that DDP's hook throws away (it insists on some gradient when it overlaps
+  * `main_grad`: the backward adds into it in place, sets `grad_added_to_main_grad`, and leaves a
+    stand-in in `.grad` that DDP's hook throws away (it insists on some gradient when it overlaps
     the reduction).
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -159,17 +159,23 @@ class _Opened:
     """What `open` found, and made of it for `close` too."""
 
     needed: tuple[bool, ...]
-    main_grads: list[Tensor | None]
+    wanted: list[Tensor]  # the parameters of which a gradient is
+    main_grads: list[Tensor]  # theirs
+    zeros: list[Tensor]  # in their forms
     into: WeightGradients
-    zeros: tuple[Tensor | None, ...]  # None: not wanted
+
+    def still(self, needed: tuple[bool, ...]) -> bool:
+        try:
+            return self.needed == needed and _same([*map(_main_grad, self.wanted)], self.main_grads)
+        except AttributeError:
+            return False
 
 
 class MainGradients:
     """Weight gradients in Megatron's `main_grad` where a parameter has one, else in new memory.
 
-    The parameters are held here, not read back from autograd: saved-tensor hooks may hand out
-    copies, which do not carry `main_grad`. The last main_grads are held too, and a backward that
-    finds the same ones again gets the same record.
+    The last main_grads are held, and a backward that finds the same ones again gets the same
+    record.
     """
 
     def __init__(self, parameters: Weights) -> None:
@@ -179,11 +185,10 @@ class MainGradients:
     def open(self, weights: Weights, needed: tuple[bool, ...], shape: MoEShape) -> WeightGradients:
         """main_grad of each parameter that wants a gradient; zeros where only some of them have
         one."""
-        main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
-        last = self._last
-        if last is not None and last.needed == needed and _same(main_grads, last.main_grads):
-            return last.into
+        if self._last is not None and self._last.still(needed):
+            return self._last.into
         self._last = None
+        main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
         if all(g is None for g in main_grads):
             return FreshGradients().open(weights, needed, shape)
         flat: list[Tensor | None] = []
@@ -195,37 +200,46 @@ class MainGradients:
             else:
                 flat.append(main_grad)
         into = WeightGradients.of(tuple(flat), shape, accumulate=True)
-        if all(g is not None or not wanted for g, wanted in zip(main_grads, needed, strict=True)):
-            zeros = tuple(
-                _zeros(p.shape, p.dtype, p.device) if wanted else None
-                for p, wanted in zip(self.parameters, needed, strict=True)
+        wanted_parameters = [p for p, wanted in zip(self.parameters, needed, strict=True) if wanted]
+        held = [g for g, wanted in zip(main_grads, needed, strict=True) if wanted and g is not None]
+        if len(held) == len(wanted_parameters):
+            self._last = _Opened(
+                needed=needed,
+                wanted=wanted_parameters,
+                main_grads=held,
+                zeros=[_zeros(p.shape, p.dtype, p.device) for p in wanted_parameters],
+                into=into,
             )
-            self._last = _Opened(needed=needed, main_grads=main_grads, into=into, zeros=zeros)
         return into
 
     def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
-        """For a parameter with main_grad: the flag, and a stand-in of its shape and dtype.
+        """For a parameter with main_grad: the flag, and None for autograd.
 
-        Never the weight itself: autograd keeps what it is given as `.grad` and may add to it in
-        place. Zeros made once for all that are alike, each time as a tensor of its own, since
-        autograd copies what somebody else holds.
+        Its `.grad`, if there is none, becomes zeros of its shape and dtype, made once for all that
+        are alike: what autograd is given costs more, and it would copy what somebody else holds.
         """
         last = self._last
         if last is not None and last.into is into:
-            for parameter, zeros in zip(self.parameters, last.zeros, strict=True):
-                if zeros is not None:
-                    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            return tuple(None if zeros is None else zeros.data for zeros in last.zeros)
+            for parameter, zeros in zip(last.wanted, last.zeros, strict=True):
+                _stand_in(parameter, zeros)
+            return (None,) * len(self.parameters)
         gradients = FreshGradients().close(weights, into)
-        return tuple(
-            _stand_in(p) if g is not None and g is getattr(p, "main_grad", None) else g
-            for p, g in zip(self.parameters, gradients, strict=True)
-        )
+        fresh: list[Tensor | None] = []
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            main = gradient is not None and gradient is getattr(parameter, "main_grad", None)
+            if main:
+                _stand_in(parameter, _zeros(parameter.shape, parameter.dtype, parameter.device))
+            fresh.append(None if main else gradient)
+        return tuple(fresh)
 
 
-def _stand_in(parameter: Any) -> Tensor:
+_main_grad = attrgetter("main_grad")
+
+
+def _stand_in(parameter: Any, zeros: Tensor) -> None:
     parameter.grad_added_to_main_grad = True
-    return _zeros(parameter.shape, parameter.dtype, parameter.device).data
+    if parameter.grad is None:
+        parameter.grad = zeros
 
 
 @cache

@@ -5,7 +5,7 @@ already:
 
     transformer_config   'mok' among the dispatchers; the rules of `config` at every construction
     moe_layer            MoELayer(config with 'mok') makes a MokMoELayer, whoever calls it
-    training.arguments   'mok' among the choices, --mok-backend, the rules on arguments
+    training.arguments   'mok' among the choices, --mok-*, the rules on arguments
 
 A Megatron of unknown version, or one in which a target has moved, is left alone: its choices and
 flags stay its own. Asking it for mok all the same (on the command line, in a config, by building a
@@ -246,23 +246,42 @@ def _patch_arguments(module: Any) -> None:
     module.validate_args = validate_args
 
 
+# Fields of MokConfig -> what argparse is told of their flags.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "backend": {
+        "help": "What computes the MoE layers. cuda: the fused kernel; reference: plain torch, on "
+        "any device; auto: cuda for CUDA tensors, reference for CPU tensors.",
+    },
+    "max_tokens": {
+        "type": int,
+        "metavar": "T",
+        "help": "The most tokens that a rank brings to an MoE layer of the cuda backend with "
+        "expert parallelism. Default: sequence length x micro-batch size / (TP x CP).",
+    },
+    "row_budget": {
+        "type": float,
+        "metavar": "X",
+        "help": "Rows that a rank's buffers of the cuda backend hold with expert parallelism, as a "
+        "multiple of the balanced share; more rows than that take several passes.",
+    },
+}
+
+
 def _extend_parser(parser: Any) -> None:
-    from mok_megatron.config import BACKENDS
+    from mok_megatron.config import BACKENDS, MokConfig
 
     for action in parser._actions:
         if action.dest == "moe_token_dispatcher_type" and "mok" not in (action.choices or ("mok",)):
             action.choices = (*action.choices, "mok")
         _repair_help(action)
-    if "--mok-backend" in parser._option_string_actions:
-        _foreign_flags.add("backend")
-        return
-    parser.add_argument_group("mok", f"Read with {_FLAG} mok.").add_argument(
-        "--mok-backend",
-        choices=BACKENDS,
-        default=BACKENDS[0],
-        help="What computes the MoE layers. cuda: the fused kernel; reference: plain torch, on any "
-        "device; auto: cuda for CUDA tensors, reference for CPU tensors.",
-    )
+    ours = parser.add_argument_group("mok", f"Read with {_FLAG} mok.")
+    for name, options in _FLAGS.items():
+        flag = f"--mok-{name.replace('_', '-')}"
+        if flag in parser._option_string_actions:
+            _foreign_flags.add(name)
+        else:
+            choices = BACKENDS if name == "backend" else None
+            ours.add_argument(flag, **options, choices=choices, default=getattr(MokConfig, name))
 
 
 def _repair_help(action: Any) -> None:

@@ -464,6 +464,12 @@ def test_settings_are_checked() -> None:
     assert MokConfig().backend == "auto"
     with pytest.raises(ValueError, match=r"mok: --mok-backend must be one of .*, got 'fast'"):
         MokConfig(backend="fast")
+    assert (MokConfig().max_tokens, MokConfig().row_budget) == (None, 1.25)
+    with pytest.raises(ValueError, match=r"mok: --mok-max-tokens must be at least 1, got 0; give"):
+        MokConfig(max_tokens=0)
+    for budget in (0.5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"mok: --mok-row-budget must .*, got {budget}; "):
+            MokConfig(row_budget=budget)
 
 
 # Fields about MoE that only the router reads, or only another dispatcher: those by their beginning.

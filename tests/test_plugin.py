@@ -379,8 +379,10 @@ def test_settings(tmp_path: Path) -> None:
         print(plugin.settings().backend)
         global_vars.ARGS = arguments.parse_args()
         print(plugin.settings().backend)
+        print(plugin.settings().max_tokens, plugin.settings().row_budget)
     """
-    assert python(tmp_path, code, "--mok-backend", "reference") == ("auto\nreference", "")
+    given = ("--mok-backend", "reference", "--mok-max-tokens", "512", "--mok-row-budget", "1.5")
+    assert python(tmp_path, code, *given) == ("auto\nreference\n512 1.5", "")
 
 
 def test_settings_of_activate(tmp_path: Path) -> None:
@@ -404,7 +406,10 @@ def test_settings_of_activate(tmp_path: Path) -> None:
     ("code", "words"),
     [
         ("activate(backend='fast')", "ValueError: mok: --mok-backend must be one of auto, cuda"),
-        ("activate(speed=2)", "TypeError: mok: a setting must be one of backend, got speed"),
+        (
+            "activate(speed=2)",
+            "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, got speed",
+        ),
         (
             "activate(backend='cuda'); mok_megatron.activate(backend='reference')",
             "ValueError: mok: settings must stay as they were given first",

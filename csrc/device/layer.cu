@@ -1,5 +1,6 @@
-// What runs before a direction's grid: the three kernels of route, and the writer of tensor-map
-// tables. The order of the stream is all the synchronisation there is.
+// What runs beside a direction's grid: choices and their gradient, the three kernels of route, and
+// the writer of tensor-map tables. The order of the stream is all the synchronisation there is.
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "choices.cuh"
 #include "ptx.cuh"
 #include "route.cuh"
 
@@ -37,6 +39,20 @@ __global__ void __launch_bounds__(kRouteThreads)
   if (first < a.chunks) place_chunk(a, first, start, words + (warp + 1) * columns);
   for (int expert = first; expert < a.experts; expert += warps) place_padding(a, expert, start);
   if (blockIdx.x == 0) place_split(a, start);
+}
+
+template <class P>
+__global__ void __launch_bounds__(32 * kChoiceWarps)
+    choose(const __grid_constant__ ChoiceArguments a) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kChoiceWarps + threadIdx.x / 32;
+  if (token < a.tokens) choose_token<P>(a, token, threadIdx.x % 32);
+}
+
+template <class P>
+__global__ void __launch_bounds__(32 * kChoiceWarps)
+    spread(const __grid_constant__ SpreadArguments a) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kChoiceWarps + threadIdx.x / 32;
+  if (token < a.tokens) spread_token<P>(a, token, threadIdx.x % 32);
 }
 
 struct alignas(128) TableRecord {
@@ -79,7 +95,7 @@ RouteFault* route_fault_record() {
   return record;
 }
 
-void launch_route(const RouteArguments& a) {
+void launch_counts(const RouteArguments& a) {
   if (a.tokens == 0) return;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   const int ctas = tiles_of(a.chunks, kRouteWarps), columns = a.experts + 1;
@@ -89,11 +105,39 @@ void launch_route(const RouteArguments& a) {
   route_prefix<<<tiles_of(columns, kPrefixColumns), kPrefixColumns * kPrefixSegments, 0, stream>>>(
       a);
   check(cudaGetLastError(), "launch of route_prefix");
-  route_place<<<ctas, kRouteThreads, (kRouteWarps + 1) * bytes, stream>>>(a);
+}
+
+void launch_route(const RouteArguments& a) {
+  if (a.tokens == 0) return;
+  launch_counts(a);
+  route_place<<<tiles_of(a.chunks, kRouteWarps),
+                kRouteThreads,
+                (kRouteWarps + 1) * (a.experts + 1) * sizeof(int32_t),
+                static_cast<cudaStream_t>(a.stream)>>>(a);
   check(cudaGetLastError(), "launch of route_place");
 }
 static_assert((kRouteWarps + 1) * (kMaxExperts + 1) * sizeof(int32_t) <= 48 * 1024,
               "no opt-in to more shared memory");
+
+void launch_choices(const ChoiceArguments& a) {
+  if (a.tokens == 0) return;
+  const auto ctas = static_cast<unsigned>((a.tokens + kChoiceWarps - 1) / kChoiceWarps);
+  const auto kernel = a.type == Dense::kBf16   ? choose<__nv_bfloat16>
+                      : a.type == Dense::kFp32 ? choose<float>
+                                               : choose<double>;
+  kernel<<<ctas, 32 * kChoiceWarps, 0, static_cast<cudaStream_t>(a.stream)>>>(a);
+  check(cudaGetLastError(), "launch of choose");
+}
+
+void launch_spread(const SpreadArguments& a) {
+  if (a.tokens == 0) return;
+  const auto ctas = static_cast<unsigned>((a.tokens + kChoiceWarps - 1) / kChoiceWarps);
+  const auto kernel = a.type == Dense::kBf16   ? spread<__nv_bfloat16>
+                      : a.type == Dense::kFp32 ? spread<float>
+                                               : spread<double>;
+  kernel<<<ctas, 32 * kChoiceWarps, 0, static_cast<cudaStream_t>(a.stream)>>>(a);
+  check(cudaGetLastError(), "launch of spread");
+}
 
 void launch_write_table(const void* host_records, int count, void* table, void* stream) {
   const auto* const records = static_cast<const TableRecord*>(host_records);

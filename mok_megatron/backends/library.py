@@ -7,6 +7,7 @@ Letters: R rows, each expert's at a multiple of 128; L experts; H hidden; F expe
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
 TENSOR_MAP_BYTES = 128
 
 _loaded: list[pathlib.Path] = []
+_entries: list[ctypes.CDLL] = []  # of the library, for what must not cost a dispatch
 
 
 class LibraryMissing(RuntimeError):
@@ -52,7 +54,14 @@ def load(path: pathlib.Path | None = None) -> None:
             f"install again with this torch ({torch.__version__})"
         ) from error
     _declare_fakes()
+    _entries.append(ctypes.CDLL(str(path)))
     _loaded.append(path)
+
+
+def holds(watch: int) -> bool:
+    """Whether all matrices of torch.ops.mok_megatron.watch's number have the address, form and
+    dtype that they had."""
+    return bool(_entries[0].mok_holds(ctypes.c_int64(watch)))
 
 
 def _declare_fakes() -> None:
@@ -73,6 +82,17 @@ def _declare_fakes() -> None:
         tokens, choices = expert.shape
         *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
         return 4 * words, rows
+
+    @fake("mok_megatron::choices")
+    def _(probs: torch.Tensor, map: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        form = len(probs), top_k
+        return probs.new_empty(form, dtype=torch.int32), probs.new_empty(form, dtype=torch.float32)
+
+    @fake("mok_megatron::spread")
+    def _(
+        dprob: torch.Tensor, expert: torch.Tensor, experts: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return dprob.new_empty(len(dprob), experts, dtype=dtype)
 
     @fake("mok_megatron::route")
     def _(expert: torch.Tensor, prob: torch.Tensor, experts: int) -> torch.Tensor:

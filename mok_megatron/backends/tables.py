@@ -1,7 +1,7 @@
 """Lists of matrices that a layer sees in every call: are they as before, and their tensor maps.
 
 A model has hundreds of weights. To look at each in Python in every call would cost more than the
-launches, so the library holds the list and says in one op whether all are what they were
+launches, so the library holds the list and says in one call whether all are what they were
 (csrc/table_ops.cpp). Nothing is trusted for longer than a call: DDP moves parameters in place.
 """
 
@@ -13,9 +13,11 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from mok_megatron.backends import library
+
 
 class Watch:
-    """Whether a list of tensors is the one of the call before, and unchanged, in one op.
+    """Whether a list of tensors is the one of the call before, and unchanged, in one call.
 
     It holds a list only when it has come twice: copies that saved-tensor hooks make, and what a
     recompute makes anew, are not kept alive.
@@ -27,12 +29,14 @@ class Watch:
         self._ids: list[int] = []
 
     def holds(self, flat: tuple[Tensor | None, ...]) -> bool:
-        """The same objects, with the addresses, forms, dtypes and devices they had in `see`."""
+        """The same objects, with the addresses, forms and dtypes they had in `see`."""
         return bool(
             self.number
-            and (flat is self._flat or len(flat) == len(self._flat))
-            and (flat is self._flat or all(map(is_, flat, self._flat)))
-            and torch.ops.mok_megatron.holds(self.number)
+            and (
+                flat is self._flat
+                or (len(flat) == len(self._flat) and all(map(is_, flat, self._flat)))
+            )
+            and library.holds(self.number)
         )
 
     def see(self, flat: tuple[Tensor | None, ...]) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import MoEShape, WeightGradients, Weights
-from mok_megatron.function import fused_moe
+from mok_megatron.function import fused_moe, top_k_choices
 from tests.backends import cuda_cases as cases
 from tests.batches import Case
 
@@ -173,3 +173,30 @@ def test_every_backward_adds_to_main_grads() -> None:
         cases.call(backend, p, expected)
     assert cases.differing(cases.flat(store.into), cases.flat(expected)) == []
     assert all(w.grad is None for w in layer.weights.flat())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 2), (1, 1, 1), (3001, 300, 9)])
+def test_the_kernels_of_choices_give_the_bytes_of_torch(
+    dtype: torch.dtype, tokens: int, experts: int, top_k: int
+) -> None:
+    """With tokens that have no route, and some that have too many."""
+    generator = torch.Generator(cases.DEVICE).manual_seed(experts)
+
+    def random(*size: int) -> Tensor:
+        return torch.rand(*size, generator=generator, device=cases.DEVICE)
+
+    count_T = (random(tokens) * (top_k + 2)).long()
+    routed_TE = random(tokens, experts).argsort(1).argsort(1) < count_T[:, None]
+    fits_T, weight_TK = routed_TE.sum(1) <= top_k, random(tokens, top_k)
+    leaf = random(tokens, experts).to(dtype)
+    results = []
+    for kernel in (False, True):
+        cases.poison()
+        probs_TE = leaf.clone().requires_grad_()
+        expert_TK, prob_TK = top_k_choices(
+            probs_TE, routed_TE, top_k, torch.bfloat16, kernel=kernel
+        )
+        (prob_TK * weight_TK)[fits_T].sum().backward()
+        results.append([expert_TK, prob_TK.detach()[fits_T], probs_TE.grad])
+    assert cases.differing(*results) == []

@@ -1,7 +1,7 @@
-// route.cuh on the host, many cases in one call. A CUDA thread is a stack of its own; at a
-// collective it gives way, and which of those that may go on does is drawn, so what a missing
-// barrier leaves open happens in one order and in the other. Buffers have words around them that
-// must stay as they are.
+// route.cuh and choices.cuh on the host, many cases in one call. A CUDA thread is a stack of its
+// own; at a collective it gives way, and which of those that may go on does is drawn, so what a
+// missing barrier leaves open happens in one order and in the other. Buffers have words around them
+// that must stay as they are.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <numeric>
 #include <random>
 #include <vector>
 
@@ -143,6 +142,15 @@ static int __shfl_up_sync(uint32_t, int mine, int by) {
   return exchange(mine, [&](const int* value) { return value[lane < by ? lane : lane - by]; });
 }
 
+static uint32_t __ballot_sync(uint32_t, bool mine) {
+  return exchange(mine, [](const int* value) {
+    uint32_t all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= (value[lane] != 0 ? 1u : 0u) << lane;
+    return static_cast<int>(all);
+  });
+}
+
+#include "device/choices.cuh"
 #include "device/route.cuh"
 
 namespace {
@@ -173,7 +181,8 @@ std::vector<int> in_any_order(int count, int step) {
 }
 
 // The words of test_route.py's oracle; empty when a CTA stood still.
-std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t* ids) {
+std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t* ids,
+                            const float* probs) {
   const int slots = tokens * choices, chunks = mok::tiles_of(slots, mok::kChunk);
   const int columns = experts + 1, most = slots + 127 * min(slots, experts);
   Buffer<int32_t> id(slots), counts((chunks + 1) * columns), start(columns), count(experts);
@@ -181,7 +190,7 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
   Buffer<int32_t> shared_start(2), shared_count(1), faulty(1);
   Buffer<float> prob(slots), row_prob(most);
   std::copy(ids, ids + slots, id.data());
-  std::iota(prob.data(), prob.data() + slots, 1.0f);
+  std::copy(probs, probs + slots, prob.data());
   mok::RouteFault fault{};
   const mok::RouteArguments a{.expert_TK = id.data(),
                               .prob_TK = prob.data(),
@@ -235,7 +244,14 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
     const int from = slot.data()[i];
     right = right && row_prob.data()[i] == (from < 0 || from >= slots ? 0.0f : prob.data()[from]);
   }
-  std::vector<int32_t> words{right, fault.kind, fault.expert, fault.token, fault.choice};
+  std::vector<int32_t> words{right,
+                             fault.kind,
+                             fault.expert,
+                             fault.token,
+                             fault.choice,
+                             fault.experts,
+                             fault.choices,
+                             std::bit_cast<int32_t>(fault.prob)};
   const auto add = [&](Buffer<int32_t>& b, int n) {
     words.insert(words.end(), b.data(), b.data() + n);
   };
@@ -254,14 +270,46 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
 // cases: tokens, choices, experts, seed of the order of things, room in `out`, for each. Where the
 // words do not fill the room, the first is -1 (they are too few or too many) or -2 (a CTA stood
 // still).
-extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* ids, int32_t* out) {
+extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* ids,
+                            const float* probs, int32_t* out) {
   for (; count > 0; --count, cases += 5) {
     draw.seed(static_cast<uint32_t>(cases[3]));
-    const std::vector<int32_t> words = routed(cases[0], cases[1], cases[2], ids);
+    const std::vector<int32_t> words = routed(cases[0], cases[1], cases[2], ids, probs);
     const size_t room = static_cast<size_t>(cases[4]);
     std::copy_n(words.begin(), min(words.size(), room), out);
     if (words.size() != room) *out = words.empty() ? -2 : -1;
     ids += cases[0] * cases[1];
+    probs += cases[0] * cases[1];
     out += room;
   }
+}
+
+// Of every token, then the gradient of what was chosen; false when a warp stood still.
+extern "C" bool choose(const float* dense, const bool* map, int32_t tokens, int32_t choices,
+                       int32_t experts, int32_t order, int32_t* expert, float* prob,
+                       const float* d_prob, float* d_dense) {
+  draw.seed(static_cast<uint32_t>(order));
+  const mok::ChoiceArguments forward{.dense_TE = dense,
+                                     .map_TE = map,
+                                     .tokens = tokens,
+                                     .choices = choices,
+                                     .experts = experts,
+                                     .type = mok::Dense::kFp32,
+                                     .expert_TK = expert,
+                                     .prob_TK = prob,
+                                     .stream = nullptr};
+  const mok::SpreadArguments backward{.d_prob_TK = d_prob,
+                                      .expert_TK = expert,
+                                      .tokens = tokens,
+                                      .choices = choices,
+                                      .experts = experts,
+                                      .type = mok::Dense::kFp32,
+                                      .d_dense_TE = d_dense,
+                                      .stream = nullptr};
+  bool ran = true;
+  for (int token : in_any_order(tokens, 1)) {
+    ran = ran && launch(32, [&] { mok::choose_token<float>(forward, token, threadIdx.x); });
+    ran = ran && launch(32, [&] { mok::spread_token<float>(backward, token, threadIdx.x); });
+  }
+  return ran;
 }

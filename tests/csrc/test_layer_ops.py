@@ -20,6 +20,7 @@ pytestmark = needs_library
 T, K, E, H, F, S, R = 5, 2, 4, 128, 64, 192, 512
 BF16, INT = torch.bfloat16, torch.int32
 BEFORE_THE_LAYER = ("route_count", "route_prefix", "route_place", "plan_work")
+CHOICES = ("6choose", "6spread")  # as mangled names have them
 LAYER = ("7ForwardE", "8BackwardI")  # as mangled names have them
 
 
@@ -92,7 +93,18 @@ def _backward_without_shared() -> dict[str, object]:
     return whole | {"shared_width": 0}
 
 
+def _choices() -> dict[str, object]:
+    return {"probs": torch.zeros(T, E), "map": torch.zeros(T, E, dtype=torch.bool), "top_k": K}
+
+
+def _spread() -> dict[str, object]:
+    expert = torch.zeros(T, K, dtype=INT)
+    return {"dprob": torch.zeros(T, K), "expert": expert, "experts": E, "dtype": BF16}
+
+
 ARGUMENTS: dict[str, Callable[[], dict[str, object]]] = {
+    "choices": _choices,
+    "spread": _spread,
     "route": _route,
     "forward": _forward,
     "backward": _backward,
@@ -124,6 +136,16 @@ def test_schema_says_that_no_argument_is_written(op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "argument", "value", "words"),
     [
+        ("choices", "probs", torch.zeros(T, E).half(), "bfloat16, float32 or float64, got float16"),
+        ("choices", "probs", torch.zeros(E, T).t(), "probs must be contiguous"),
+        ("choices", "map", torch.zeros(T, E), "map must be bool, got float32"),
+        ("choices", "map", torch.zeros(T, K, dtype=torch.bool), r"map must have shape \[5, 4\]"),
+        ("choices", "top_k", 0, "1 to 4 choices, got 0"),
+        ("choices", "top_k", 5, "1 to 4 choices, got 5"),
+        ("spread", "dprob", torch.zeros(T, E), r"dprob must have shape \[5, 2\], got \[5, 4\]"),
+        ("spread", "expert", torch.zeros(T, K), "expert must be int32, got float32"),
+        ("spread", "experts", 1, "at least as many experts as choices, got 1 for 2"),
+        ("spread", "dtype", torch.int32, "bfloat16, float32 or float64, got int32"),
         ("route", "expert", torch.zeros(T, K), "expert must be int32, got float32"),
         ("route", "expert", torch.zeros(T, 65, dtype=INT), "1 to 64 choices, got 65"),
         ("route", "expert", torch.zeros(0, K, dtype=INT), "kernel needs tokens, got none"),
@@ -232,13 +254,14 @@ def kernels() -> dict[str, list[str]]:
     text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"^\s*Function : (\S+)", text, flags=re.MULTILINE)
     code = dict(zip(parts[1::2], parts[2::2], strict=True))
-    names = (*BEFORE_THE_LAYER, *LAYER)
+    names = (*BEFORE_THE_LAYER, *CHOICES, *LAYER)
     return {name: [code[long] for long in code if name in long] for name in names}
 
 
 def test_a_kernel_for_each_step(kernels: dict[str, list[str]]) -> None:
     """backward: fp32 and bf16 gradients, fresh and added to."""
     expected = dict.fromkeys(BEFORE_THE_LAYER, 1) | dict(zip(LAYER, (1, 4), strict=True))
+    expected |= dict.fromkeys(CHOICES, 3)  # bf16, fp32 and fp64 probabilities
     assert {name: len(codes) for name, codes in kernels.items()} == expected
 
 
@@ -249,7 +272,7 @@ def test_rows_move_sixteen_bytes_at_a_time(kernels: dict[str, list[str]], name: 
         assert re.search(r"\bSTG\.E\.128", code)
 
 
-@pytest.mark.parametrize("name", BEFORE_THE_LAYER)
+@pytest.mark.parametrize("name", [*BEFORE_THE_LAYER, *CHOICES])
 def test_no_atomics_and_no_local_memory(kernels: dict[str, list[str]], name: str) -> None:
     for code in kernels[name]:
         assert not re.search(r"\b(ATOM|ATOMG|ATOMS|RED|REDG)\b", code)

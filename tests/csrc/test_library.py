@@ -164,7 +164,7 @@ WRONG = {
     "counts": (
         "grouped_up",
         {"row_count": torch.zeros(2, dtype=torch.int64)},
-        "row_count must be int32, got another dtype",
+        "row_count must be int32, got int64",
     ),
     "tickets": (
         "grouped_up",

@@ -1,0 +1,82 @@
+// A rank's view of the group: addresses in the workspaces of all, and the two signals between ranks
+// (workspace.h).
+#pragma once
+
+#include "../exchange_arguments.h"
+#include "ptx.cuh"
+
+namespace mok {
+
+template <class T>
+__device__ __forceinline__ T* part(const Peers& group, int rank, int64_t offset) {
+  return reinterpret_cast<T*>(group.base[rank] + offset);
+}
+
+// ---- start: a rank's call is published
+
+// What this thread has seen written is there for who has seen `to`'s epoch.
+__device__ __forceinline__ void send_start(Start* to, const Start& start) {
+  constexpr int kWords = sizeof(Start) / sizeof(uint32_t);
+  static_assert(offsetof(Start, epoch) == 0);
+  const auto* const from = reinterpret_cast<const uint32_t*>(&start);
+  auto* const words = reinterpret_cast<uint32_t*>(to);
+#pragma unroll
+  for (int i = 1; i < kWords; ++i) store_relaxed_system(words + i, from[i]);
+  fence_system();
+  store_relaxed_system(words, start.epoch);
+}
+
+// An entry is not written again before this call has ended here, so its epoch cannot be passed
+// over.
+__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, Fault* fault) {
+  const auto* const words = reinterpret_cast<const uint32_t*>(from);
+  const long long began = clock64();
+  for (;;) {
+    const uint32_t seen = load_acquire_system(words);
+    if (seen == epoch) break;
+    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kStart, seen);
+  }
+  constexpr int kWords = sizeof(Start) / sizeof(int32_t);
+  Start start;
+  auto* const to = reinterpret_cast<int32_t*>(&start);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    to[i] = load_written(reinterpret_cast<const int32_t*>(words) + i);
+  }
+  return start;
+}
+
+// ---- arrival: a row is home
+
+// After a fence_system behind the row's own completion.
+__device__ __forceinline__ void send_arrival(Arrival* to, uint32_t epoch, float d_prob) {
+  const uint64_t both = static_cast<uint64_t>(__float_as_uint(d_prob)) << 32 | epoch;
+  static_assert(offsetof(Arrival, epoch) == 0 && offsetof(Arrival, d_prob) == 4);
+  store_relaxed_system(reinterpret_cast<uint64_t*>(to), both);
+}
+
+// The gradient of the probability that came with it.
+__device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epoch, Fault* fault) {
+  const auto* const word = reinterpret_cast<const uint64_t*>(from);
+  const long long began = clock64();
+  for (;;) {
+    const uint64_t both = load_acquire_system(word);
+    const auto seen = static_cast<uint32_t>(both);
+    if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
+    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kCombineHome, seen);
+  }
+}
+
+// ---- faults that all ranks find alike
+
+__device__ __forceinline__ void report(ExchangeFault* to, const ExchangeFault& found) {
+  volatile ExchangeFault* const record = to;
+  if (record == nullptr || record->kind != 0) return;
+  record->rank = found.rank;
+  record->value = found.value;
+  record->wanted = found.wanted;
+  __threadfence_system();
+  record->kind = found.kind;
+}
+
+}  // namespace mok

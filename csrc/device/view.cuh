@@ -1,0 +1,92 @@
+// What one rank of several keeps of the schedule of all: the rows of its own experts, numbered from
+// the first of them, and where its own tokens' rows are. Every rank places all slots, so that all
+// agree, and writes what is its own.
+//
+// Order of rows inside an expert: rank, token, choice, for any number of ranks.
+#pragma once
+
+#include "../exchange_arguments.h"
+#include "route.cuh"
+#include "symmetric.cuh"
+
+namespace mok {
+
+__device__ __forceinline__ int local_experts(const ViewArguments& a) {
+  return a.route.experts / a.peers.ranks;
+}
+
+// One warp: whether the rows of every rank fit; `says`: who reports the rank with the most.
+__device__ __forceinline__ bool within_budget(const ViewArguments& a, const int32_t* start,
+                                              bool says) {
+  const int local = local_experts(a);
+  int most = 0, rank = 0;
+  for (int p = 0; p < a.peers.ranks; ++p) {
+    const int rows = start[(p + 1) * local] - start[p * local];
+    if (rows > most) {
+      most = rows;
+      rank = p;
+    }
+  }
+  if (most <= a.rows) return true;
+  if (says && threadIdx.x == 0) {
+    report(a.record, {static_cast<int32_t>(ExchangeFaultKind::kBudget), rank, most, a.rows});
+  }
+  return false;
+}
+
+// One warp, as place_chunk.
+__device__ __forceinline__ void view_chunk(const ViewArguments& a, int chunk, const int32_t* start,
+                                           int32_t* next, bool admitted) {
+  const RouteArguments& r = a.route;
+  const int local = local_experts(a), first = a.peers.rank * local, base = start[first];
+  const int own = a.peers.rank * a.peers.slots, own_slots = a.tokens * r.choices;
+  const int32_t* const before = r.counts + static_cast<int64_t>(chunk) * (r.experts + 1);
+  for (int column = threadIdx.x % 32; column <= r.experts; column += 32) {
+    next[column] = before[column] + (column < r.experts ? start[column] : 0);
+  }
+  __syncwarp();
+  visit(r, chunk, next, [&](int slot, int column, int position) {
+    const bool routed = admitted && column >= 0 && column < r.experts;
+    const bool here = routed && column >= first && column < first + local;
+    const int row = position - base, mine = slot - own;
+    if (mine >= 0 && mine < own_slots) r.row_TK[mine] = here ? row : routed ? kElsewhere : -1;
+    if (here) {
+      r.slot_R[row] = slot;
+      r.prob_R[row] = r.prob_TK[slot];
+    } else if (column == r.experts && position == 0) {
+      report(r, slot);
+    }
+  });
+}
+
+// One warp, as place_padding; expert: of this rank.
+__device__ __forceinline__ void view_padding(const ViewArguments& a, int expert,
+                                             const int32_t* start) {
+  const RouteArguments& r = a.route;
+  const int first = a.peers.rank * local_experts(a), base = start[first], all = first + expert;
+  const int32_t* const total = r.counts + static_cast<int64_t>(r.chunks) * (r.experts + 1);
+  for (int row = start[all] + total[all] + threadIdx.x % 32; row < start[all + 1]; row += 32) {
+    r.slot_R[row - base] = -1;
+    r.prob_R[row - base] = 0.0f;
+  }
+}
+
+// One CTA, as place_split.
+__device__ __forceinline__ void view_split(const ViewArguments& a, const int32_t* start,
+                                           bool admitted) {
+  const RouteArguments& r = a.route;
+  const int local = local_experts(a), first = a.peers.rank * local, base = start[first];
+  const int32_t* const total = r.counts + static_cast<int64_t>(r.chunks) * (r.experts + 1);
+  for (int expert = threadIdx.x; expert <= local; expert += blockDim.x) {
+    r.row_start[expert] = admitted ? start[first + expert] - base : 0;
+    if (expert < local) r.row_count[expert] = admitted ? total[first + expert] : 0;
+  }
+  if (threadIdx.x == 0) {
+    r.shared_start[0] = 0;
+    r.shared_start[1] = tiles_of(a.tokens, kRowTile) * kRowTile;
+    r.shared_count[0] = a.tokens;
+    r.faulty[0] = admitted ? total[r.experts] : 1;
+  }
+}
+
+}  // namespace mok
