@@ -1,9 +1,12 @@
-"""The CUDA backend for one rank (EP = 1): one MoE layer as one kernel per direction.
+"""The CUDA backend: one MoE layer as one kernel per direction, on 1 to 256 expert parallel ranks.
 
 Forward   route (count, prefix, place) and the order of work, then one persistent grid: rows in, up
           and SwiGLU, down, combine
 Backward  the order of work, then one persistent grid: rows in, gradient of down and SwiGLU,
           gradient of up, weight gradients, combine
+Several ranks open a call with two kernels more: publish what the others need in the workspace that
+they share (workspace.py), gather all ranks' choices (csrc/workspace.h has the protocol). Every rank
+then knows the whole schedule; rows come from their ranks and go home inside the grid.
 The shared expert's products are tiles of the same grids, over the tokens themselves, and come
 first: they need no rows. Rounding and order are the reference's (reference.py), and no atomic
 touches a value: the same bytes on every run.
@@ -13,9 +16,10 @@ Host      Never waits for the device, in no call, and reads nothing from it but 
           with the same kind of gradient places (kernels load at their first launch). One op a
           direction; nothing is looked at expert by expert while a watch says that it is as before.
 Memory    The routing is not known on the host, so row buffers have room for the worst case: N rows,
-          and 127 of padding for each expert that can have one. At EP = 1 that is all of N, so there
-          is no budget and there are no passes. They come from torch's allocator in each call. The
-          context keeps x, the schedule, g|u [R, 2F], and the shared expert's g|u.
+          and 127 of padding for each expert that can have one. Of several ranks R is a budget
+          (limits.py); a routing that brings more is a fault on all of them. Buffers come from
+          torch's allocator in each call. The context keeps x, the schedule, g|u [R, 2F], and the
+          shared expert's g|u.
 Launches  Three for route, two a direction (its plan, its grid), one for each table that is new, and
           one for each run of weight gradients that the grid leaves out: see _Places.
 Watches   Weights, and places to add to, that come twice are watched from then on: held, and in each
@@ -26,7 +30,7 @@ Tables    Tensor maps hold addresses. A table is kept for each role and stream, 
           gradients are elsewhere each time). A capture makes its own, inside the graph. Nothing
           else outlives a call.
 Streams   The caller's order is all there is. Calls on two streams share nothing that is written but
-          the fault record.
+          the fault record; of several ranks, all calls of a group are on one stream.
 Faults    Sizes and dtypes raise before any launch. Ids are checked on the device, in every call: a
           choice out of range, or an expert twice in a token, gets no row; y (dx, dprob) of the
           whole call become NaN, and the first such choice is recorded. The next forward or backward
@@ -40,12 +44,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mok_megatron.backends import library
+from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.rules import dy_fault, places_fault, tokens_fault, weights_fault
 from mok_megatron.backends.tables import Tables, Watch, stream_of
 from mok_megatron.contract import (
@@ -57,23 +63,35 @@ from mok_megatron.contract import (
     WeightGradients,
     Weights,
 )
+from mok_megatron.workspace import Workspace
 
 COLUMNS = 64  # H, F and S are multiples of it
 MAX_EXPERTS = 2048
 MAX_CHOICES = 64
+MAX_RANKS = 256
 _CAPABILITY = (9, 0)
 
 
 class CudaBackend:
-    """contract.Backend in kernels for compute capability 9.0, for a group of one rank.
+    """contract.Backend in kernels for compute capability 9.0.
 
-    Raises RuntimeError (rule, value, remedy) when shape, device or library does not allow it.
+    `given`: workspace and layer number of a virtual rank, whose group is None; `limits` are those
+    of ranks.Ranks. Raises RuntimeError (rule, value, remedy) when shape, device or library does not
+    allow it.
     """
 
     name = "cuda"
 
-    def __init__(self, shape: MoEShape, group: ProcessGroup | None, device: torch.device) -> None:
-        fault = unsupported(shape, 1 if group is None else group.size())
+    def __init__(
+        self,
+        shape: MoEShape,
+        group: ProcessGroup | None,
+        device: torch.device,
+        given: tuple[Workspace, int] | None = None,
+        **limits: Any,
+    ) -> None:
+        virtual = shape.ep_size if given is not None else 1
+        fault = unsupported(shape, virtual if group is None else group.size())
         if fault is not None:
             raise RuntimeError(f"mok: {fault}")
         library.load()
@@ -91,6 +109,7 @@ class CudaBackend:
         self._weights = {"forward": Watch(), "backward": Watch()}
         self._places_watch = Watch()
         self._places: _Places | None = None  # the last ones, while they are watched
+        self._ranks = Ranks(shape, group, device, given=given, **limits)
         self._fault = ctypes.c_int32.from_address(torch.ops.mok_megatron.route_fault_address())
         self.check()
 
@@ -113,7 +132,7 @@ class CudaBackend:
         _raise(tokens_fault(self.shape, 0, x_TH, expert_TK, prob_TK))
         watch = self._look_at(weights, "forward", x_TH.device)
         x_TH = x_TH.contiguous()
-        if not x_TH.shape[0]:
+        if not x_TH.shape[0] and not self._ranks.several:
             return torch.empty_like(x_TH), Context(tensors=(x_TH,))
         y_TH, kept = torch.ops.mok_megatron.forward(
             x_TH,
@@ -124,6 +143,7 @@ class CudaBackend:
             self.shape.shared_ffn,
             self.ctas,
             self.ahead,
+            *self._ranks.call(len(x_TH)),
         )
         return y_TH, Context(tensors=(x_TH, *kept))
 
@@ -143,7 +163,9 @@ class CudaBackend:
         watch = self._look_at(weights, "backward", x_TH.device)
         places = self._places_of(into, weights)
         dy_TH = dy_TH.contiguous()
-        if not x_TH.shape[0]:
+        if not x_TH.shape[0] and self._ranks.several:
+            _zero(replace(into, w1=(), w2=()))  # nobody else brings tokens to the shared expert
+        elif not x_TH.shape[0]:
             _zero(into)
             no_prob = x_TH.new_empty(0, self.shape.top_k, dtype=torch.float32)
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
@@ -163,9 +185,10 @@ class CudaBackend:
             places.outside is not None,
             self.ctas,
             self.ahead,
+            *self._ranks.call(len(x_TH)),
         )
         if places.outside is not None:
-            plan = _Plan.of(kept[0], len(x_TH), self.shape)
+            plan = self._plan(context)
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
 
@@ -175,18 +198,25 @@ class CudaBackend:
             nothing = context.tensors[0].new_zeros(0, 3, dtype=torch.int64)
             rows_L = nothing.new_zeros(self.shape.num_experts)
             return Schedule(rows_L=rows_L, source_R3=nothing)
-        plan = _Plan.of(context.tensors[1], len(context.tensors[0]), self.shape)
+        plan = self._plan(context)
         slot_R = plan.slot_R[: int(plan.row_start_E[-1])].long()
         slot_R = slot_R[slot_R >= 0]
+        most = self._ranks.limits.tokens if self._ranks.several else len(context.tensors[0])
         token_R, choice_R = slot_R // self.shape.top_k, slot_R % self.shape.top_k
-        source_R3 = torch.stack([torch.zeros_like(slot_R), token_R, choice_R], dim=1)
+        source_R3 = torch.stack([token_R // most, token_R % most, choice_R], dim=1)
         return Schedule(rows_L=plan.row_count_E.long(), source_R3=source_R3)
+
+    def _plan(self, context: Context) -> _Plan:
+        """The schedule of a forward, in parts."""
+        x_TH, schedule, *_ = context.tensors
+        return _Plan.of(schedule, len(x_TH), self.shape, self._ranks.rows())
 
     def check(self) -> None:
         """Raises RuntimeError for the first fault recorded by the device, in any layer, once.
 
         Does not wait: after torch.cuda.synchronize() it has seen all calls made before.
         """
+        self._ranks.check()
         if self._fault.value:
             kind, expert, token, choice = torch.ops.mok_megatron.take_route_fault()
             if kind:
@@ -248,7 +278,7 @@ class CudaBackend:
             ("w2", dy_RH, activation_RF, plan.split, outside.w2),
             ("w1", d_gate_up_RF, x_RH, plan.split, outside.w1),
         ]
-        if shared:
+        if shared and x_TH.shape[0]:
             d_gate_up_TF, activation_TF = shared
             w1, w2 = (outside.shared_w1,), (outside.shared_w2,)
             products += [("shared w2", dy_TH, activation_TF, plan.shared_split, w2)]
@@ -351,10 +381,10 @@ class _Plan:
     prob_R: Tensor
 
     @staticmethod
-    def of(schedule: Tensor, tokens: int, shape: MoEShape) -> _Plan:
-        """Views of the op's one tensor of bytes, for T > 0 tokens."""
-        experts, choices = shape.num_experts, shape.top_k
-        *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
+    def of(schedule: Tensor, tokens: int, shape: MoEShape, rows: int) -> _Plan:
+        """Views of the op's one tensor of bytes. rows: R, or 0 of one rank, with T > 0 tokens."""
+        experts, choices = shape.local_experts, shape.top_k
+        *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, rows)
         words = schedule.view(torch.int32)
         sizes = (experts + 1, experts, 2, 1, 1, tokens * choices, rows, rows)
         parts = [words[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -377,10 +407,11 @@ def unsupported(shape: MoEShape, ranks: int) -> str | None:
             f"the expert parallel group must have {shape.ep_size} ranks, got {ranks}; "
             "pass the group that --expert-model-parallel-size made"
         )
-    if shape.ep_size != 1:
+    if shape.ep_size > MAX_RANKS:
         return (
-            "the cuda backend runs expert parallel size 1 so far, got "
-            f"{shape.ep_size}; use --mok-backend reference or --expert-model-parallel-size 1"
+            f"the cuda backend takes at most {MAX_RANKS} expert parallel ranks, got "
+            f"{shape.ep_size}; use --mok-backend reference or a smaller "
+            "--expert-model-parallel-size"
         )
     if shape.dtype != torch.bfloat16:
         return (

@@ -45,7 +45,7 @@ gpu = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ep_size": 2}, r"expert parallel size 1 so far, got 2; use --mok-backend reference"),
+        ({"num_experts": 257, "ep_size": 257}, r"at most 256 expert parallel ranks, got 257; use"),
         ({"dtype": torch.float16}, r"computes in torch.bfloat16, got torch.float16; use --bf16"),
         ({"hidden": 2890}, r"hidden size must be a multiple of 64, got 2890; use"),
         ({"ffn": 100}, r"expert width must be a multiple of 64, got 100; use"),
