@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok_megatron.backends.ranks import describe
-from mok_megatron.contract import MoEShape
-from mok_megatron.limits import Limits
+from mok_megatron.backends import faults
 from tests.backends import cuda_cases as cases
 from tests.backends import cuda_ranks as virtual
 from tests.backends.cuda_cases import Problem, Result
@@ -39,22 +37,23 @@ CASE = Case(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (
-            (1, 3, 7, 6),
-            "got layer 7 on expert parallel rank 3, .* and 6 on rank 0; look for a rank",
-        ),
+        ((1, 3, 7, 6), "got layer 7 on expert parallel rank 3, .* and 6 on rank 0; look for a"),
         ((2, 1, 2, 1), "got direction backward on .* rank 1, .* and forward on rank 0"),
         ((3, 1, 9, 8), "got forward call 9 on expert parallel rank 1, .* and 8 on rank 0"),
-        ((4, 2, 256, 128), "got row budget 256 on expert parallel rank 2"),
+        ((4, 2, 256, 128), "got row buffers of 256 on expert parallel rank 2"),
         ((5, 2, 1, 2), "got fingerprint of shape, flags and version 1 on .* rank 2"),
         ((6, 1, 17, 16), "at most 16 tokens, got 17 on .* rank 1, .*; set --mok-max-tokens to 17"),
-        ((7, 0, 100, 40), "buffers of 40, got 100 .* rank 0, .*set --mok-row-budget to 3.13"),
+        ((7, 0, 100, 40), "of 40 rows, got 100 .* rank 0, .*set --mok-row-budget to 3.13 or more"),
     ],
 )
 def test_a_fault_of_a_call_names_rank_values_and_remedy(words: tuple[int, ...], text: str) -> None:
-    shape = MoEShape(hidden=64, ffn=64, num_experts=8, top_k=2, ep_size=4, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match=f"^mok: .*{text}.* That call's results are NaN$"):
-        raise AssertionError(describe(words, shape, Limits(tokens=16, rows=40)))
+        raise AssertionError(faults.describe_call([*words, 32]))
+
+
+def test_a_bad_choice_is_named_by_its_rank() -> None:
+    text = faults.describe([1, 8, 2 * 16 + 5, 1, 8, 2, 0, 16])
+    assert "got 8 at token 5, slot 1, on expert parallel rank 2, in an earlier call" in text
 
 
 # The invariants.
@@ -258,7 +257,7 @@ def test_too_many_rows_for_a_rank_is_a_fault_on_all() -> None:
     many = [replace(part, expert_TK=ids) for part in parts]
     assert not _all_nan(group.forward(few))
     assert _all_nan(group.forward(many))
-    _raises_once(group, r"buffers of \d+, got 2432 .* rank 0, .*set --mok-row-budget to 2.03")
+    _raises_once(group, r"buffers of \d+ rows, got 2432 .* rank 0, .*set --mok-row-budget to 2.03")
     assert not _all_nan(group.forward(few))
 
 
