@@ -23,6 +23,7 @@ enum class Tag : uint32_t {
   kLoadRows,        // load waits for moved rows
   kLoadBlock,       // load waits for a block's earlier product
   kLoadExpert,      // load waits for an expert's earlier product
+  kMoveChunk,       // mover waits for a chunk of a row
   kCombineRows,     // combine waits for a token's rows
   kCombineSums,     // combine waits for the sums of prob's gradient
   kStart,           // gather waits for the start of a rank's call
@@ -59,6 +60,8 @@ inline const char* describe(Tag tag) {
       return "load waited for the earlier product of its block";
     case Tag::kLoadExpert:
       return "load waited for the earlier product of its expert";
+    case Tag::kMoveChunk:
+      return "the mover waited for a piece of a row";
     case Tag::kCombineRows:
       return "combine waited for the rows of a token";
     case Tag::kCombineSums:

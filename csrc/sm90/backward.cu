@@ -5,10 +5,10 @@
 namespace mok::sm90 {
 namespace {
 
-using T = Buffered192;
+using T = Tiling<192, 4, 6>;
 
 template <Gradient TYPE, bool ACCUMULATE>
-struct Backward : Direction<Backward<TYPE, ACCUMULATE>, T, 2 * kBoxBytes, true> {
+struct Backward : Direction<Backward<TYPE, ACCUMULATE>, T, 2 * kBoxBytes, 8, true> {
   using Down = Pass<Product::kInputGradient, false, SwiGluGradient<T>>;
   using Up = Pass<Product::kInputGradient, false, StoreRows<T>>;
   using Weight = Pass<Product::kWeightGradient, false, WriteGradient<T, TYPE, ACCUMULATE>>;
@@ -143,7 +143,7 @@ void launch_backward(const BackwardArguments& x) {
             .rows = {x.dy_rows, x.x_rows},
             .sources = 2,
             .choices = r.choices,
-            .pieces = x.sizes.hidden / kPiece,
+            .row_bytes = 2 * x.sizes.hidden,
             .slot_R = r.slot_R};
   p.combine = {.rows = x.dx_rows,
                .shared = x.sizes.shared_width > 0 ? x.shared_dx : nullptr,

@@ -2,9 +2,12 @@
 // (device/plan.cuh), in one grid.
 //
 // Who may touch what:
-//   side warps   read tokens, write routed row buffers, raise ready[block]
-//   load         waits for ready (pass 0), done0 (pass 1) or expert_done (weight gradients)
-//   store        writes a pass's output, then raises done0 or done1 of its block, and expert_done
+//   move         reads tokens, writes routed row buffers, raises ready[block], or expert_rows for
+//                what only the last weight gradient reads
+//   load         waits for ready (pass 0), done0 (pass 1), expert_done or expert_rows (weight
+//                gradients)
+//   store        writes a pass's output, then raises done0 or done1 of its block, and, after pass 0,
+//                expert_done and expert_rows
 //   multiply     writes the sums itself and raises sums[block]; in a combine tile waits for done1
 //                (and sums), reads the rows and writes tokens
 // Counters only grow within a call, from the zero that plan_work writes before the grid starts. A
@@ -19,12 +22,12 @@
 #pragma once
 
 #include "../device/combine.cuh"
+#include "../device/move.cuh"
 #include "../device/plan.cuh"
 #include "launch.cuh"
 
 namespace mok::sm90 {
 
-constexpr int kMoveRows = 4;       // of one move ticket, of one block
 constexpr int kCombineTokens = 8;  // of one combine tile
 constexpr int kPassWarps = 4;      // that raise sums for a tile
 
@@ -34,6 +37,7 @@ struct Counters {        // zeroed before the grid starts
   int32_t* done0;        // [blocks, then the shared expert's] tiles of pass 0
   int32_t* done1;        // the same of pass 1
   int32_t* expert_done;  // [experts + 1] tiles of pass 0
+  int32_t* expert_rows;  // [experts + 1] the same, and rows of the second source
   int32_t* sums;         // [blocks] warps that have written prob's parts
 };
 
@@ -42,7 +46,7 @@ struct MoveArguments {
   void* rows[2];          // bf16 [R, H]
   int32_t sources;
   int32_t choices;
-  int32_t pieces;  // of 16 bytes, of a row
+  int32_t row_bytes;
   const int32_t* slot_R;
 };
 
@@ -57,10 +61,12 @@ struct DirectionParameters {
   Fault* fault;
 };
 
-template <class DIRECTION, class TILING, int SLOT_BYTES, bool READS>
+template <class DIRECTION, class TILING, int SLOT_BYTES, int MOVE_SLOTS, bool READS>
 struct Direction {
   using Tiling = TILING;
-  using Storage = sm90::Storage<TILING, SLOT_BYTES>;
+  struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
+    MoveStorage<MOVE_SLOTS> move;
+  };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true;
   static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
@@ -96,6 +102,8 @@ struct Direction {
     DIRECTION::with_kind(which, p.pass[index], f);
   }
 
+  static __device__ __forceinline__ void set_up(Storage& storage) { prepare(storage.move); }
+
   static __device__ __forceinline__ void check(const Parameters& p) {
     for (int i = 0; i < 2 * p.plan.shape.passes; ++i) check_table(p.pass[i], p.fault);
   }
@@ -111,7 +119,9 @@ struct Direction {
     if (which == 1) return {p.counters.done0 + block(p, tile), tiles, Tag::kLoadBlock};
     const int blocks =
         shared ? s.shared_blocks() : (s.start[tile.expert + 1] - s.start[tile.expert]) / kRowTile;
-    return {p.counters.expert_done + tile.expert, blocks * tiles, Tag::kLoadExpert};
+    if (which == 2) return {p.counters.expert_done + tile.expert, blocks * tiles, Tag::kLoadExpert};
+    const int moved = shared ? 0 : s.count[tile.expert];
+    return {p.counters.expert_rows + tile.expert, blocks * tiles + moved, Tag::kLoadExpert};
   }
 
   static __device__ __forceinline__ void announce(const Parameters& p, const Tile& tile) {
@@ -120,6 +130,7 @@ struct Direction {
     add_release((which == 0 ? p.counters.done0 : p.counters.done1) + block(p, tile), 1);
     if (which == 0 && p.plan.shape.passes > 2) {
       add_release(p.counters.expert_done + tile.expert, 1);
+      add_release(p.counters.expert_rows + tile.expert, 1);
     }
   }
 
@@ -129,87 +140,59 @@ struct Direction {
     if (lane == 0) add_release(p.counters.sums + block(p, tile), 1);
   }
 
-  // ---- moves: a warp takes a few rows at a time, in schedule order
+  // ---- moves: one thread, a few rows at a time, in the plan's order
 
-  // A ticket's rows are on their way to L2 while those of the ticket before are copied.
-  static __device__ __forceinline__ void side_work(const Parameters& p) {
-    const int end = move_tickets(p);
-    int ticket = take_move(p), token = token_of(p, ticket, end);
-    while (ticket < end) {
-      const int next = take_move(p), next_token = token_of(p, next, end);
-      prefetch_rows(p, next_token);
-      move_rows(p, ticket * kMoveRows, token);
+  // The next ticket's slots and the number of the one after it are on their way while a ticket's
+  // rows are issued.
+  static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
+    if (threadIdx.x % 32 != 0) return;
+    const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
+    Mover<MOVE_SLOTS> mover{storage.move, p.fault};
+    int expert = 0, ticket = take_move(p), next = take_move(p);
+    int4 slots = slots_of(p, order, ticket);
+    while (ticket < order.count()) {
+      const int after = take_move(p);
+      const int4 next_slots = slots_of(p, order, next);
+      move(p, order.at(ticket), slots, expert, mover);
       ticket = next;
-      token = next_token;
+      next = after;
+      slots = next_slots;
     }
+    mover.settle();
   }
 
-  static __device__ __forceinline__ int move_tickets(const Parameters& p) {
-    const PlanShape& s = p.plan.shape;
-    return s.start[s.experts] / kMoveRows;
-  }
   static __device__ __forceinline__ int take_move(const Parameters& p) {
-    int ticket = 0;
-    if (threadIdx.x % 32 == 0) ticket = static_cast<int>(atomicAdd(p.counters.tickets + 1, 1u));
-    return __shfl_sync(~0u, ticket, 0);
+    return static_cast<int>(atomicAdd(p.counters.tickets + 1, 1u));
   }
 
-  // In lanes below kMoveRows: the token of the ticket's row; -1: padding.
-  static __device__ __forceinline__ int token_of(const Parameters& p, int ticket, int end) {
-    const int lane = threadIdx.x % 32;
-    if (ticket >= end || lane >= kMoveRows) return -1;
-    const int slot = p.move.slot_R[ticket * kMoveRows + lane];
-    return slot < 0 ? -1 : slot / p.move.choices;
+  static __device__ __forceinline__ int4 slots_of(const Parameters& p, const MoveOrder& order,
+                                                  int ticket) {
+    if (ticket >= order.count()) return {-1, -1, -1, -1};
+    return __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + order.at(ticket).group);
   }
 
-  static __device__ __forceinline__ void prefetch_rows(const Parameters& p, int token) {
-    for (int i = 0; i < kMoveRows; ++i) {
-      const int from = __shfl_sync(~0u, token, i);
-      if (from < 0) continue;
-      for (int j = 0; j < p.move.sources; ++j) {
-        const uint4* const row = static_cast<const uint4*>(p.move.tokens[j]) +
-                                 static_cast<int64_t>(from) * p.move.pieces;
-        for (int piece = threadIdx.x % 32 * 8; piece < p.move.pieces; piece += 32 * 8) {
-          prefetch_l2(row + piece);
-        }
-      }
+  // `expert`: a walker; the rows of a source only grow.
+  static __device__ __forceinline__ void move(const Parameters& p, const Move& what, int4 slots,
+                                              int& expert, Mover<MOVE_SLOTS>& mover) {
+    const int first = what.group * kMoveRows, bytes = p.move.row_bytes;
+    const uint8_t* const tokens = static_cast<const uint8_t*>(p.move.tokens[what.source]);
+    uint8_t* to = static_cast<uint8_t*>(p.move.rows[what.source]) +
+                  static_cast<int64_t>(first) * bytes;
+    int valid = 0;
+#pragma unroll 1
+    for (int i = 0; i < kMoveRows; ++i, to += bytes) {
+      const int slot = slots.x;
+      slots = {slots.y, slots.z, slots.w, 0};
+      if (slot < 0) continue;  // padding
+      ++valid;
+      mover.copy(tokens + static_cast<int64_t>(slot / p.move.choices) * bytes, to, bytes);
     }
-  }
-
-  static __device__ __forceinline__ void move_rows(const Parameters& p, int first, int token) {
-    for (int i = 0; i < kMoveRows; ++i) {
-      const int from = __shfl_sync(~0u, token, i);
-      if (from < 0) continue;
-      for (int j = 0; j < p.move.sources; ++j) {
-        copy_row(p.move.tokens[j], from, p.move.rows[j], first + i, p.move.pieces);
-      }
-    }
-    const int valid = __popc(__ballot_sync(~0u, token >= 0));
-    fence_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0 && valid > 0) {
-      add_release(p.counters.ready + first / kRowTile, valid);
-    }
-  }
-
-  static __device__ __forceinline__ void copy_row(const void* tokens, int token, void* rows,
-                                                  int row, int pieces) {
-    constexpr int kUnder = 4;  // loads under way: more do not fit the registers
-    const int lane = threadIdx.x % 32;
-    const uint4* from = static_cast<const uint4*>(tokens) + static_cast<int64_t>(token) * pieces;
-    uint4* to = static_cast<uint4*>(rows) + static_cast<int64_t>(row) * pieces;
-    for (int left = pieces - lane; left > 0; left -= 32 * kUnder) {
-      uint4 value[kUnder];
-#pragma unroll
-      for (int i = 0; i < kUnder; ++i) {
-        if (32 * i < left) value[i] = __ldg(from + lane + 32 * i);
-      }
-#pragma unroll
-      for (int i = 0; i < kUnder; ++i) {
-        if (32 * i < left) to[lane + 32 * i] = value[i];
-      }
-      from += 32 * kUnder;
-      to += 32 * kUnder;
+    if (valid == 0) return;
+    if (what.source == 0) {
+      mover.signal(p.counters.ready + first / kRowTile, valid);
+    } else {
+      while (p.plan.shape.start[expert + 1] <= first) ++expert;
+      mover.signal(p.counters.expert_rows + expert, valid);
     }
   }
 

@@ -41,6 +41,7 @@ inline void place_words(DirectionParameters& p, int32_t* words) {
                 .done0 = words + at.done0,
                 .done1 = words + at.done1,
                 .expert_done = words + at.expert_done,
+                .expert_rows = words + at.expert_rows,
                 .sums = words + at.sums};
 }
 

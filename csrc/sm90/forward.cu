@@ -4,12 +4,16 @@
 namespace mok::sm90 {
 namespace {
 
-using T = Deep192;
+#ifndef FV
+#define FV 0
+#endif
+constexpr int kDeepStages = FV == 0 ? 5 : 4, kDeepBoxes = FV == 0 ? 2 : 6, kForwardMoves = FV == 0 ? 4 : 8, kDownColumns = FV == 0 ? 32 : 64;
+using T = Tiling<192, kDeepStages, kDeepBoxes>;
 constexpr int kColumns = 32;  // of a unit: SwiGLU's half tiles have 96 columns
 
-struct Forward : Direction<Forward, T, kBoxRows * 2 * kColumns, false> {
+struct Forward : Direction<Forward, T, kBoxRows * 2 * kDownColumns, kForwardMoves, false> {
   using Up = Pass<Product::kForward, true, SwiGlu<T>>;
-  using Down = Pass<Product::kForward, false, StoreRows<T, kColumns>>;
+  using Down = Pass<Product::kForward, false, StoreRows<T, kDownColumns>>;
   static_assert(SwiGlu<T>::kWidth == kColumns);
 
   template <class F>
@@ -51,7 +55,7 @@ void set_passes(DirectionParameters& p, const ForwardArguments& x, const Group& 
 
   PassParameters& down = pass[1];
   down.a = encode_operand(bf16(g.activation, g.rows, g.width), {BLOCK_M, 1});
-  down.out = encode_boxes(bf16(g.out, g.rows, hidden), 2 * kColumns);
+  down.out = encode_boxes(bf16(g.out, g.rows, hidden), 2 * kDownColumns);
   set_table(down,
             g.w2,
             bf16(nullptr, hidden, g.width),
@@ -100,7 +104,7 @@ void launch_forward(const ForwardArguments& x) {
             .rows = {x.rows, nullptr},
             .sources = 1,
             .choices = r.choices,
-            .pieces = x.sizes.hidden / kPiece,
+            .row_bytes = 2 * x.sizes.hidden,
             .slot_R = r.slot_R};
   p.combine = {.rows = x.rows,
                .shared = x.sizes.shared_width > 0 ? x.shared_y : nullptr,
