@@ -353,4 +353,28 @@ inline mok::Routing open_backward(const Group& g, const Schedule& s, const Openi
   return routing;
 }
 
+// Publishes that this rank makes no call, and meets the others.
+inline void open_refused(const Group& g, int64_t direction, int64_t choices, int64_t hidden,
+                         void* stream) {
+  const mok::Peers peers = g.peers(choices, hidden);
+  mok::Start start =
+      start_of(g, {.tokens = -1, .rows = g.rows}, static_cast<mok::CallDirection>(direction));
+  const auto limit = static_cast<int32_t>(g.tokens);
+  mok::PublishArguments publish{};
+  publish.peers = peers;
+  publish.start = start;
+  publish.limit = limit;
+  publish.ctas = 1;
+  publish.stream = stream;
+  mok::launch_publish(publish);
+  mok::GatherArguments gather{};
+  gather.peers = peers;
+  gather.limit = limit;
+  gather.record = nullptr;  // the caller has an error of its own to raise
+  gather.fault = mok::fault_record();
+  gather.ctas = 1;
+  gather.stream = stream;
+  mok::launch_gather(gather);
+}
+
 }  // namespace mok::border

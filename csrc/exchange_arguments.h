@@ -27,7 +27,7 @@ enum class ExchangeFaultKind : int32_t {
   kForward = 3,
   kRows = 4,
   kSettings = 5,
-  kTokens = 6,  // rank has `value` tokens, `wanted` is the limit
+  kTokens = 6,  // rank has `value` tokens, `wanted` is the limit; below 0: it refuses the call
   kBudget = 7,  // rank would get `value` rows, `wanted` is the budget
 };
 struct ExchangeFault {

@@ -337,6 +337,15 @@ std::vector<int64_t> workspace_parts(int64_t ranks, int64_t tokens, int64_t choi
           w.home};
 }
 
+// A call that this rank cannot make: a fault on all ranks instead of a wait.
+void refuse(const Tensor& bases, const std::vector<int64_t>& numbers, int64_t direction,
+            int64_t choices, int64_t hidden) {
+  const Group g = Group::of(bases, numbers);
+  check_device(bases, "refuse", {});
+  const torch::stable::accelerator::DeviceGuard guard(bases.get_device_index());
+  open_refused(g, direction, choices, hidden, stream_of(bases));
+}
+
 // All that calls of several ranks launch, on the current device, and the fault records.
 void load_kernels() {
   mok::fault_record();
@@ -387,6 +396,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("route_fault_address() -> int");
   m.def("take_route_fault() -> int[]");
   m.def("workspace_parts(int ranks, int tokens, int choices, int hidden) -> int[]");
+  m.def("refuse(Tensor bases, int[] group, int direction, int choices, int hidden) -> ()");
   m.def("load_kernels() -> ()");
   m.def("exchange_fault_address() -> int");
   m.def("take_exchange_fault() -> int[]");
@@ -400,6 +410,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("route_fault_address", TORCH_BOX(&route_fault_address));
   m.impl("take_route_fault", TORCH_BOX(&take_route_fault));
   m.impl("workspace_parts", TORCH_BOX(&workspace_parts));
+  m.impl("refuse", TORCH_BOX(&refuse));
   m.impl("load_kernels", TORCH_BOX(&load_kernels));
   m.impl("exchange_fault_address", TORCH_BOX(&exchange_fault_address));
   m.impl("take_exchange_fault", TORCH_BOX(&take_exchange_fault));

@@ -86,6 +86,10 @@ __device__ __forceinline__ ExchangeFault judge(const Start* start, int ranks, in
     return ExchangeFault{static_cast<int32_t>(kind), rank, value, other, 0};
   };
   for (int rank = 0; rank < ranks; ++rank) {
+    const int tokens = start[rank].tokens;
+    if (tokens < 0 || tokens > limit) return fault(Kind::kTokens, rank, tokens, limit);
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
     const Start& s = start[rank];
     if (s.settings != wanted.settings)
       return fault(Kind::kSettings,
@@ -97,7 +101,6 @@ __device__ __forceinline__ ExchangeFault judge(const Start* start, int ranks, in
     if (s.layer != wanted.layer) return fault(Kind::kLayer, rank, s.layer, wanted.layer);
     if (s.forward != wanted.forward) return fault(Kind::kForward, rank, s.forward, wanted.forward);
     if (s.rows != wanted.rows) return fault(Kind::kRows, rank, s.rows, wanted.rows);
-    if (s.tokens < 0 || s.tokens > limit) return fault(Kind::kTokens, rank, s.tokens, limit);
   }
   return fault(Kind::kNone, 0, 0, 0);
 }

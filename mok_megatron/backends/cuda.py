@@ -126,14 +126,15 @@ class CudaBackend:
         if torch.is_grad_enabled():  # never inside autograd's node
             with torch.no_grad():
                 return self.forward(x_TH, expert_TK, prob_TK, weights)
-        self.check()
-        _raise(tokens_fault(self.shape, 0, x_TH, expert_TK, prob_TK))
-        watch = self._look_at(weights, "forward", x_TH.device)
-        x_TH = x_TH.contiguous()
-        if not x_TH.shape[0] and not self._ranks.several:
-            return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-        tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
         call = self._ranks.call(len(x_TH))
+        with self._ranks.opening("forward"):
+            self.check()
+            _raise(tokens_fault(self.shape, self._ranks.rank, x_TH, expert_TK, prob_TK))
+            watch = self._look_at(weights, "forward", x_TH.device)
+            x_TH = x_TH.contiguous()
+            if not x_TH.shape[0] and not self._ranks.several:
+                return torch.empty_like(x_TH), Context(tensors=(x_TH,))
+            tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
         try:
             y_TH, kept = torch.ops.mok_megatron.forward(
                 x_TH,
@@ -147,7 +148,7 @@ class CudaBackend:
                 *call,
             )
         except RuntimeError as error:
-            raise faults.out_of_memory(error, "forward", x_TH) from None
+            raise self._ranks.ended(faults.out_of_memory(error, "forward", x_TH)) from None
         return y_TH, Context(tensors=(x_TH, *kept))
 
     def backward(
@@ -160,12 +161,14 @@ class CudaBackend:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.backward(context, dy_TH, weights, into)
-        self.check()
         x_TH, *kept = context.tensors
-        _raise(dy_fault(0, x_TH, dy_TH))
-        watch = self._look_at(weights, "backward", x_TH.device)
-        places = self._places_of(into, weights)
-        dy_TH = dy_TH.contiguous()
+        call = self._ranks.call(len(x_TH))
+        with self._ranks.opening("backward"):
+            self.check()
+            _raise(dy_fault(self._ranks.rank, x_TH, dy_TH))
+            watch = self._look_at(weights, "backward", x_TH.device)
+            places = self._places_of(into, weights)
+            dy_TH = dy_TH.contiguous()
         if not x_TH.shape[0] and self._ranks.several:
             _zero(replace(into, w1=(), w2=()))  # nobody else brings tokens to the shared expert
         elif not x_TH.shape[0]:
@@ -176,7 +179,6 @@ class CudaBackend:
         names = _GROUPS if self.shape.shared_ffn else _GROUPS[:2]
         tables = self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream)
         gradients = [self._gradient_table(name, places, stream) for name in names]
-        call = self._ranks.call(len(x_TH))
         try:
             dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward(
                 x_TH,
@@ -195,7 +197,7 @@ class CudaBackend:
                 *call,
             )
         except RuntimeError as error:
-            raise faults.out_of_memory(error, "backward", x_TH) from None
+            raise self._ranks.ended(faults.out_of_memory(error, "backward", x_TH)) from None
         if places.outside is not None:
             plan = self._plan(context)
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
@@ -232,7 +234,7 @@ class CudaBackend:
         """Checks weights that are not as before; their watch, or 0."""
         watch, flat = self._weights[direction], weights.flat()
         if not watch.holds(flat):
-            _raise(weights_fault(self.shape, 0, weights, device))
+            _raise(weights_fault(self.shape, self._ranks.rank, weights, device))
             watch.see(flat)
         return watch.number
 
@@ -243,7 +245,7 @@ class CudaBackend:
             return last
         flat = (*into.w1, *into.w2, into.shared_w1, into.shared_w2)
         if not (into.accumulate and watch.holds(flat)):
-            _raise(places_fault(0, weights, into))
+            _raise(places_fault(self._ranks.rank, weights, into))
             if not into.accumulate:  # new memory each time, which nothing may hold
                 return _Places.of(into, flat, 0)
             watch.see(flat)

@@ -103,7 +103,12 @@ def describe_call(words: Sequence[int]) -> str:
     be, and the rows of a rank when all have as many."""
     kind, rank, value, wanted, balanced = words
     where = f"on expert parallel rank {rank}, in an earlier call on this GPU"
-    if kind == _TOKENS:
+    if kind == _TOKENS and value < 0:
+        text = (
+            "every expert parallel rank must make a call whose arguments keep the rules, got one "
+            f"that did not {where}; the error it has raised says why"
+        )
+    elif kind == _TOKENS:
         text = (
             f"a rank may bring at most {wanted} tokens, got {value} {where}; "
             f"set --mok-max-tokens to {value} or more"

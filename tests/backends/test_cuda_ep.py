@@ -43,6 +43,7 @@ CASE = Case(
         ((4, 2, 256, 128), "got row buffers of 256 on expert parallel rank 2"),
         ((5, 2, 1, 2), "got fingerprint of shape, flags and version 1 on .* rank 2"),
         ((6, 1, 17, 16), "at most 16 tokens, got 17 on .* rank 1, .*; set --mok-max-tokens to 17"),
+        ((6, 1, -1, 16), "whose arguments keep the rules, got one that did not on .* rank 1"),
         ((7, 0, 100, 40), "of 40 rows, got 100 .* rank 0, .*set --mok-row-budget to 3.13 or more"),
     ],
 )
@@ -284,6 +285,26 @@ def test_more_tokens_than_the_limit_is_a_fault_on_all() -> None:
     group = virtual.Group.of(parts[0].shape, 299)
     assert _all_nan(group.forward(parts))
     _raises_once(group, "at most 299 tokens, got 300 on expert parallel rank 0")
+
+
+@gpu
+def test_a_rank_that_cannot_make_its_call_keeps_nobody_waiting() -> None:
+    problem = Problem.of(CASE)
+    parts = virtual.split(problem, (300, 300))
+    group = virtual.Group.of(parts[0].shape, 300)
+    wrong = replace(parts[1], x_TH=parts[1].x_TH.float())
+
+    def run(rank: int) -> Tensor:
+        p = (parts[0], wrong)[rank]
+        if rank == 0:
+            return group.backends[0].forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)[0]
+        with pytest.raises(RuntimeError, match="x must be .* on expert parallel rank 1"):
+            group.backends[1].forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+        return p.x_TH
+
+    assert bool(group.each(run)[0].isnan().all())
+    _raises_once(group, "got one that did not on expert parallel rank 1")
+    _check(problem, (300, 300), group=group)
 
 
 @gpu
