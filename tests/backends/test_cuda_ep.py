@@ -298,7 +298,7 @@ def test_a_rank_that_cannot_make_its_call_keeps_nobody_waiting() -> None:
         p = (parts[0], wrong)[rank]
         if rank == 0:
             return group.backends[0].forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)[0]
-        with pytest.raises(RuntimeError, match="x must be .* on expert parallel rank 1"):
+        with pytest.raises(RuntimeError, match=r"x must be .* on expert parallel rank 1"):
             group.backends[1].forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
         return p.x_TH
 

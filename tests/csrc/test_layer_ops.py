@@ -19,8 +19,15 @@ needs_library = pytest.mark.skipif(
 pytestmark = needs_library
 T, K, E, H, F, S, R = 5, 2, 4, 128, 64, 192, 512
 BF16, INT = torch.bfloat16, torch.int32
-BEFORE_THE_LAYER = ("route_count", "route_prefix", "route_place", "plan_work")
-LAYER = ("7ForwardE", "8BackwardI")  # as mangled names have them
+BEFORE_THE_LAYER = (
+    "route_count",
+    "route_prefix",
+    "route_place",
+    "route_view",
+    "6gather",
+    "plan_work",
+)
+LAYER = ("7ForwardI", "8BackwardI")  # as mangled names have them
 
 
 @pytest.fixture(autouse=True)
@@ -237,8 +244,8 @@ def kernels() -> dict[str, list[str]]:
 
 
 def test_a_kernel_for_each_step(kernels: dict[str, list[str]]) -> None:
-    """backward: fp32 and bf16 gradients, fresh and added to."""
-    expected = dict.fromkeys(BEFORE_THE_LAYER, 1) | dict(zip(LAYER, (1, 4), strict=True))
+    """Of one rank and of several; backward: fp32 and bf16 gradients, fresh and added to."""
+    expected = dict.fromkeys(BEFORE_THE_LAYER, 1) | dict(zip(LAYER, (2, 8), strict=True))
     assert {name: len(codes) for name, codes in kernels.items()} == expected
 
 
