@@ -157,6 +157,7 @@ struct Direction {
     const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
     Mover<MOVE_SLOTS> mover{storage.move, p.fault};
     int ticket = 0, next = 0;
+    if constexpr (RANKS) fence_async();  // generic stores of other ranks, which gather has seen
     if (!RANKS || one) bring_rows(p, order, mover, ticket, next);
     if constexpr (RANKS) send_rows_home(p, order, mover, ticket, next);
   }
