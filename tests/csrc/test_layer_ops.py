@@ -24,7 +24,6 @@ BEFORE_THE_LAYER = (
     "route_prefix",
     "route_place",
     "route_view",
-    "6gather",
     "plan_work",
 )
 LAYER = ("7ForwardI", "8BackwardI")  # as mangled names have them
