@@ -192,7 +192,8 @@ inline Schedule check_choices(const Tensor& expert, const Tensor& prob, int64_t 
 // Of `slots` choices among `experts`; counts: Schedule::counts() words.
 inline mok::RouteArguments route_arguments(const Schedule& s, const Tensor& schedule,
                                            const int32_t* expert, const float* prob, int64_t slots,
-                                           int64_t experts, int32_t* counts, void* stream) {
+                                           int64_t experts, int32_t* counts, void* stream,
+                                           int32_t rank_tokens = 0) {
   return {.expert_TK = expert,
           .prob_TK = prob,
           .tokens = static_cast<int32_t>(slots / s.choices),
@@ -209,7 +210,8 @@ inline mok::RouteArguments route_arguments(const Schedule& s, const Tensor& sche
           .slot_R = inside<int32_t>(schedule, s.slot),
           .prob_R = inside<float>(schedule, s.prob),
           .fault = mok::route_fault_record(),
-          .stream = stream};
+          .stream = stream,
+          .rank_tokens = rank_tokens};
 }
 
 inline Tensor new_schedule(const Schedule& s, const Tensor& like) {
@@ -298,7 +300,8 @@ inline void open_forward(const Group& g, const Schedule& s, const Opening& o,
                                              g.slots(s.choices),
                                              g.ranks * s.experts,
                                              inside<int32_t>(scratch, o.counts),
-                                             launch.stream),
+                                             launch.stream,
+                                             limit),
                     .peers = peers,
                     .tokens = static_cast<int32_t>(s.tokens),
                     .rows = static_cast<int32_t>(s.rows),
@@ -348,6 +351,30 @@ inline mok::Routing open_backward(const Group& g, const Schedule& s, const Openi
   routing.row_count = inside<int32_t>(scratch, o.count);
   routing.faulty = inside<int32_t>(scratch, o.faulty);
   return routing;
+}
+
+// Publishes that this rank makes no call, and meets the others.
+inline void open_refused(const Group& g, int64_t direction, int64_t choices, int64_t hidden,
+                         void* stream) {
+  const mok::Peers peers = g.peers(choices, hidden);
+  mok::Start start =
+      start_of(g, {.tokens = -1, .rows = g.rows}, static_cast<mok::CallDirection>(direction));
+  const auto limit = static_cast<int32_t>(g.tokens);
+  mok::PublishArguments publish{};
+  publish.peers = peers;
+  publish.start = start;
+  publish.limit = limit;
+  publish.ctas = 1;
+  publish.stream = stream;
+  mok::launch_publish(publish);
+  mok::GatherArguments gather{};
+  gather.peers = peers;
+  gather.limit = limit;
+  gather.record = nullptr;  // the caller has an error of its own to raise
+  gather.fault = mok::fault_record();
+  gather.ctas = 1;
+  gather.stream = stream;
+  mok::launch_gather(gather);
 }
 
 }  // namespace mok::border

@@ -27,7 +27,7 @@ enum class ExchangeFaultKind : int32_t {
   kForward = 3,
   kRows = 4,
   kSettings = 5,
-  kTokens = 6,  // rank has `value` tokens, `wanted` is the limit
+  kTokens = 6,  // rank has `value` tokens, `wanted` is the limit; below 0: it refuses the call
   kBudget = 7,  // rank would get `value` rows, `wanted` is the budget
 };
 struct ExchangeFault {
@@ -35,6 +35,7 @@ struct ExchangeFault {
   int32_t rank;
   int64_t value;
   int64_t wanted;
+  int64_t balanced;  // Tmax · K: rows of a rank when all have as many
 };
 
 ExchangeFault* exchange_fault_record();  // process-wide; null when pinned memory is refused
@@ -93,5 +94,6 @@ void launch_publish(const PublishArguments& arguments);
 void launch_gather(const GatherArguments& arguments);
 // route, of which the own rank's view is kept.
 void launch_view(const ViewArguments& arguments);
+void load_exchange();  // these kernels: see load_plan
 
 }  // namespace mok

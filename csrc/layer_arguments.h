@@ -25,6 +25,7 @@ struct RouteFault {
   int32_t experts;  // E and K of the call
   int32_t choices;
   float prob;
+  int32_t rank_tokens;  // of several ranks: token counts rank · rank_tokens + its token
 };
 
 RouteFault* route_fault_record();  // process-wide; null when pinned memory is refused
@@ -48,6 +49,7 @@ struct RouteArguments {
   float* prob_R;          // 0 in padding
   RouteFault* fault;      // host memory
   void* stream;
+  int32_t rank_tokens = 0;  // of several ranks: Tmax; tokens are P of them
 };
 
 // Of dense probabilities.
@@ -94,6 +96,8 @@ void launch_route(const RouteArguments& arguments);
 void launch_counts(const RouteArguments& arguments);  // its first two kernels
 void launch_choices(const ChoiceArguments& arguments);
 void launch_spread(const SpreadArguments& arguments);
+
+void load_layer();  // these kernels, as load_plan
 
 // `count` records of 128 bytes from host memory to a table on the device, through kernel
 // parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps

@@ -289,19 +289,21 @@ mok::RouteFault& fault_of_choices() {
 int64_t route_fault_address() { return reinterpret_cast<int64_t>(&fault_of_choices().kind); }
 
 // The first fault of the choices since the last call: kind (0: none), expert, token, choice, E, K,
-// and the bits of the probability. Sees what the device has written so far, and does not wait.
+// the bits of the probability, and Tmax where there are several ranks. Sees what the device has
+// written so far, and does not wait.
 std::vector<int64_t> take_route_fault() {
   mok::RouteFault& record = fault_of_choices();
   std::atomic_ref<int32_t> kind(record.kind);
   const int32_t found = kind.load(std::memory_order_acquire);
-  if (found == 0) return {0, 0, 0, 0, 0, 0, 0};
+  if (found == 0) return {0, 0, 0, 0, 0, 0, 0, 0};
   std::vector<int64_t> words{found,
                              record.expert,
                              record.token,
                              record.choice,
                              record.experts,
                              record.choices,
-                             std::bit_cast<uint32_t>(record.prob)};
+                             std::bit_cast<uint32_t>(record.prob),
+                             record.rank_tokens};
   kind.store(0, std::memory_order_release);
   return words;
 }
@@ -335,6 +337,27 @@ std::vector<int64_t> workspace_parts(int64_t ranks, int64_t tokens, int64_t choi
           w.home};
 }
 
+// A call that this rank cannot make: a fault on all ranks instead of a wait.
+void refuse(const Tensor& bases, const std::vector<int64_t>& numbers, int64_t direction,
+            int64_t choices, int64_t hidden) {
+  const Group g = Group::of(bases, numbers);
+  check_device(bases, "refuse", {});
+  const torch::stable::accelerator::DeviceGuard guard(bases.get_device_index());
+  open_refused(g, direction, choices, hidden, stream_of(bases));
+}
+
+// All that calls of several ranks launch, on the current device, and the fault records.
+void load_kernels() {
+  mok::fault_record();
+  mok::route_fault_record();
+  mok::exchange_fault_record();
+  mok::load_layer();
+  mok::load_plan();
+  mok::load_exchange();
+  mok::sm90::load_forward_of_ranks();
+  mok::sm90::load_backward_of_ranks();
+}
+
 mok::ExchangeFault& fault_of_exchange() {
   mok::ExchangeFault* const record = mok::exchange_fault_record();
   STD_TORCH_CHECK(record != nullptr,
@@ -346,13 +369,13 @@ mok::ExchangeFault& fault_of_exchange() {
 // As route_fault_address.
 int64_t exchange_fault_address() { return reinterpret_cast<int64_t>(&fault_of_exchange().kind); }
 
-// As take_route_fault, of a call of several ranks: kind (0: none), rank, value, wanted.
+// As take_route_fault, of a call of several ranks: kind (0: none), rank, value, wanted, balanced.
 std::vector<int64_t> take_exchange_fault() {
   mok::ExchangeFault& record = fault_of_exchange();
   std::atomic_ref<int32_t> kind(record.kind);
   const int32_t found = kind.load(std::memory_order_acquire);
-  if (found == 0) return {0, 0, 0, 0};
-  std::vector<int64_t> words{found, record.rank, record.value, record.wanted};
+  if (found == 0) return {0, 0, 0, 0, 0};
+  std::vector<int64_t> words{found, record.rank, record.value, record.wanted, record.balanced};
   kind.store(0, std::memory_order_release);
   return words;
 }
@@ -373,6 +396,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("route_fault_address() -> int");
   m.def("take_route_fault() -> int[]");
   m.def("workspace_parts(int ranks, int tokens, int choices, int hidden) -> int[]");
+  m.def("refuse(Tensor bases, int[] group, int direction, int choices, int hidden) -> ()");
+  m.def("load_kernels() -> ()");
   m.def("exchange_fault_address() -> int");
   m.def("take_exchange_fault() -> int[]");
 }
@@ -385,6 +410,8 @@ STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("route_fault_address", TORCH_BOX(&route_fault_address));
   m.impl("take_route_fault", TORCH_BOX(&take_route_fault));
   m.impl("workspace_parts", TORCH_BOX(&workspace_parts));
+  m.impl("refuse", TORCH_BOX(&refuse));
+  m.impl("load_kernels", TORCH_BOX(&load_kernels));
   m.impl("exchange_fault_address", TORCH_BOX(&exchange_fault_address));
   m.impl("take_exchange_fault", TORCH_BOX(&take_exchange_fault));
 }

@@ -87,7 +87,8 @@ struct Start {
   int32_t direction;  // CallDirection
   uint32_t forward;   // backward: the epoch of its forward; else 0
   int32_t rows;       // budget: what each rank's row buffers hold
-  int32_t tokens;     // T of the rank that sends it; above Tmax: a fault, nothing is published
+  int32_t tokens;     // T of the rank that sends it; above Tmax, or below 0, when the rank cannot
+                      // make the call: a fault, nothing is published
   uint64_t settings;  // hash of shape, flags and build
 };
 static_assert(sizeof(Start) == 32);

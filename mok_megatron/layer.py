@@ -78,8 +78,16 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 ep_size=self.config.num_moe_experts // self.num_local_experts,
                 dtype=weights.w1[0].dtype,
             )
-            name = plugin.settings().backend
-            self._backend, reason = backends.choose(name, shape, device, self.ep_group)
+            settings = plugin.settings()
+            self._backend, reason = backends.choose(
+                settings.backend,
+                shape,
+                device,
+                self.ep_group,
+                max_tokens=settings.max_tokens,
+                row_budget=settings.row_budget,
+                arguments=plugin.training_arguments(),
+            )
             _announce(
                 f"mok: MoE layers run on the {self._backend.name} backend: {reason}",
                 self.config.pipeline_model_parallel_size > 1,

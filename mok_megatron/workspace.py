@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mok_megatron import __version__, peers
+from mok_megatron.backends import library
 from mok_megatron.contract import MoEShape
 from mok_megatron.limits import Limits, max_tokens, row_buffer_bytes, row_capacity, tokens_fault
 
@@ -85,6 +86,7 @@ def _alive(tensor: Tensor | None) -> Tensor:
 
 def parts(shape: MoEShape, tokens: int) -> list[int]:
     """[bytes, offsets in csrc/workspace.h's order] for at most `tokens` tokens of a rank."""
+    library.load()
     found = torch.ops.mok_megatron.workspace_parts(shape.ep_size, tokens, shape.top_k, shape.hidden)
     return [int(number) for number in found]
 

@@ -139,6 +139,14 @@ void launch_spread(const SpreadArguments& a) {
   check(cudaGetLastError(), "launch of spread");
 }
 
+void load_layer() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, route_count), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, route_prefix), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, route_place), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, write_table), "cudaFuncGetAttributes");
+}
+
 void launch_write_table(const void* host_records, int count, void* table, void* stream) {
   const auto* const records = static_cast<const TableRecord*>(host_records);
   for (int first = 0; first < count; first += kRecordsPerLaunch) {

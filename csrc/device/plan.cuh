@@ -178,6 +178,7 @@ struct PlanWalker {
 // Source 1, where there is one, is read by the last pass alone, and so follows by as many experts
 // as that pass does.
 constexpr int kMoveRows = 4;
+constexpr int kPushRows = 16;  // that go home together; tickets of them follow those of moves
 
 struct Move {
   int32_t group;

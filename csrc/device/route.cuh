@@ -137,6 +137,7 @@ __device__ __forceinline__ void report(const RouteArguments& a, int slot) {
   record->experts = a.experts;
   record->choices = a.choices;
   record->prob = a.prob_TK[slot];
+  record->rank_tokens = a.rank_tokens;
   __threadfence_system();
   record->kind = static_cast<int32_t>(broken_rule(a, slot));
 }

@@ -25,6 +25,7 @@
 #include "../device/combine.cuh"
 #include "../device/move.cuh"
 #include "../device/plan.cuh"
+#include "../device/symmetric.cuh"
 #include "launch.cuh"
 
 namespace mok::sm90 {
@@ -51,6 +52,12 @@ struct MoveArguments {
   const int32_t* slot_R;
 };
 
+struct ExchangeArguments {  // of several ranks
+  Peers peers;
+  int64_t pulled[2][kGenerations];  // where the sources lie in a workspace
+  const uint8_t* pushed;            // bf16 [R, H]: what goes home
+};
+
 struct DirectionParameters {
   PassParameters pass[2 * kMaxPasses];  // routed, then the shared expert's
   Plan plan;
@@ -60,9 +67,10 @@ struct DirectionParameters {
   const float* parts;  // [R, parts_per_row], or null
   int32_t parts_per_row;
   Fault* fault;
+  ExchangeArguments exchange;
 };
 
-template <class DIRECTION, class TILING, int SLOT_BYTES, bool READS>
+template <class DIRECTION, class TILING, int SLOT_BYTES, bool READS, bool RANKS>
 struct Direction {
   using Tiling = TILING;
   struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
@@ -144,11 +152,21 @@ struct Direction {
 
   // ---- moves: one thread, a few rows at a time, in the plan's order
 
-  // The ring covers what a ticket's slots cost; the number of the next one is on its way meanwhile.
   static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
-    if (threadIdx.x % 32 != 0) return;
+    const bool one = threadIdx.x % 32 == 0;
+    if (!RANKS && !one) return;
     const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
     Mover mover{storage.move, p.fault};
+    int ticket = 0;
+    if constexpr (RANKS) fence_async();  // generic stores of other ranks, which gather has seen
+    if (!RANKS || one) ticket = bring_rows(p, order, mover);
+    if constexpr (RANKS) send_rows_home(p, order, mover, ticket);
+  }
+
+  // The ring covers what a ticket's slots cost; the number of the next one is on its way meanwhile.
+  // Returns the ticket in hand that is no longer one of a move.
+  static __device__ __forceinline__ int bring_rows(const Parameters& p, const MoveOrder& order,
+                                                   Mover& mover) {
     int expert = 0, ticket = take_move(p);
     while (ticket < order.count()) {
       const int next = take_move(p);
@@ -156,6 +174,7 @@ struct Direction {
       ticket = next;
     }
     mover.settle();
+    return ticket;
   }
 
   static __device__ __forceinline__ int take_move(const Parameters& p) {
@@ -177,7 +196,10 @@ struct Direction {
       slots = {slots.y, slots.z, slots.w, 0};
       if (slot < 0) continue;  // padding
       ++valid;
-      mover.copy(tokens + static_cast<int64_t>(slot / p.move.choices) * bytes, to, bytes);
+      const uint8_t* const from =
+          RANKS ? pulled(p, what.source, slot)
+                : tokens + static_cast<int64_t>(slot / p.move.choices) * bytes;
+      mover.copy(from, to, bytes);
     }
     if (valid == 0) return;
     if (what.source == 0) {
@@ -186,6 +208,84 @@ struct Direction {
       while (p.plan.shape.start[expert + 1] <= first) ++expert;
       mover.signal(p.counters.expert_rows + expert, valid);
     }
+  }
+
+  // ---- several ranks: rows come from all of them, and go home
+
+  static __device__ __forceinline__ uint32_t epoch(const Parameters& p) {
+    const Peers& group = p.exchange.peers;
+    return part<Control>(group, group.rank, group.at.control)->epoch;
+  }
+
+  // A slot of all ranks' -> its token on its rank.
+  static __device__ __forceinline__ const uint8_t* pulled(const Parameters& p, int source,
+                                                          int slot) {
+    const Peers& group = p.exchange.peers;
+    const int rank = slot / group.slots, token = (slot - rank * group.slots) / p.move.choices;
+    const int64_t at = p.exchange.pulled[source][epoch(p) % kGenerations];
+    return part<uint8_t>(group, rank, at + static_cast<int64_t>(token) * p.move.row_bytes);
+  }
+
+  // The whole warp; tickets behind the last pull, the first of them in lane 0's hands.
+  static __device__ __forceinline__ void send_rows_home(const Parameters& p, const MoveOrder& order,
+                                                        Mover& mover, int ticket) {
+    const PlanShape& s = p.plan.shape;
+    const int end = s.start[s.experts] / kPushRows;
+    for (;;) {
+      const int push = __shfl_sync(~0u, ticket, 0) - order.count();
+      if (push >= end) return;
+      send_home(p, push * kPushRows, mover);
+      if (threadIdx.x % 32 == 0) ticket = take_move(p);
+    }
+  }
+
+  // A lane has a row in its charge, but lane 0 all copies.
+  static __device__ __forceinline__ void send_home(const Parameters& p, int first, Mover& mover) {
+    const Peers& group = p.exchange.peers;
+    const int lane = threadIdx.x % 32, bytes = p.move.row_bytes, row = first + lane;
+    const int slot = lane < kPushRows ? p.move.slot_R[row] : -1;
+    const int rank = slot < 0 ? group.rank : slot / group.slots;
+    uint32_t away = __ballot_sync(~0u, rank != group.rank);
+    if (away == 0) return;
+    if (lane == 0) {
+      await_block(p, first / kRowTile, Tag::kPushRows, Tag::kPushSums);
+      fence_async();
+    }
+    __syncwarp();
+    const int inside = slot - rank * group.slots;
+    uint8_t* const base = group.base[rank];
+    const auto to =
+        reinterpret_cast<uint64_t>(base + group.at.home + static_cast<int64_t>(inside) * bytes);
+    const bool mine = rank != group.rank;
+    const float sum = mine && p.parts != nullptr ? sum_of_parts(p, row) : 0.0f;
+    for (; away != 0; away &= away - 1) {
+      const int i = __ffs(away) - 1;
+      auto* const there = reinterpret_cast<uint8_t*>(__shfl_sync(~0u, to, i));
+      if (lane == 0) {
+        mover.copy(p.exchange.pushed + static_cast<int64_t>(first + i) * bytes, there, bytes);
+      }
+    }
+    if (lane == 0) mover.settle();
+    __syncwarp();
+    fence_system();
+    if (mine) {
+      send_arrival(reinterpret_cast<Arrival*>(base + group.at.arrived) + inside, epoch(p), sum);
+    }
+  }
+
+  // The last product of a block, and prob's parts of its rows, are in memory.
+  static __device__ __forceinline__ void await_block(const Parameters& p, int at, Tag rows,
+                                                     Tag sums) {
+    const PlanShape& s = p.plan.shape;
+    wait_count(p.counters.done1 + at, s.routed[1].n_tiles, p.fault, rows);
+    if (p.parts != nullptr) {
+      wait_count(p.counters.sums + at, kPassWarps * s.routed[0].n_tiles, p.fault, sums);
+    }
+  }
+
+  static __device__ __forceinline__ const Arrival* arrival(const Parameters& p, int64_t slot) {
+    const Peers& group = p.exchange.peers;
+    return part<Arrival>(group, group.rank, group.at.arrived) + slot;
   }
 
   // ---- combine: a warp a token
@@ -202,43 +302,52 @@ struct Direction {
     const PlanShape& s = p.plan.shape;
     const CombineArguments& c = p.combine;
     const int64_t slots = static_cast<int64_t>(token) * c.choices;
+    if constexpr (RANKS) {  // a refused call has nothing to wait for
+      if (*c.faulty != 0) return spoil_token(c, token, threadIdx.x % 32);
+    }
     for (int k = threadIdx.x % 32; k < c.choices; k += 32) {
       const int row = c.row_TK[slots + k];
+      if (RANKS && row == kElsewhere) await_arrival(arrival(p, slots + k), epoch(p), p.fault);
       if (row < 0) continue;
-      const int at = row / kRowTile;
-      wait_count(p.counters.done1 + at, s.routed[1].n_tiles, p.fault, Tag::kCombineRows);
-      if (p.parts != nullptr) {
-        const int warps = kPassWarps * s.routed[0].n_tiles;
-        wait_count(p.counters.sums + at, warps, p.fault, Tag::kCombineSums);
-      }
+      await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);
     }
     if (c.shared != nullptr && threadIdx.x % 32 == 0) {
       const int at = s.capacity / kRowTile + token / kRowTile;
       wait_count(p.counters.done1 + at, s.shared[1].n_tiles, p.fault, Tag::kCombineRows);
     }
     __syncwarp();
-    combine_token(c, token, threadIdx.x % 32);
+    if constexpr (RANKS) {
+      const Peers& group = p.exchange.peers;
+      const auto* const home = part<uint4>(group, group.rank, group.at.home);
+      combine_token<true>(c, token, threadIdx.x % 32, home);
+    } else {
+      combine_token(c, token, threadIdx.x % 32);
+    }
     if (p.parts != nullptr) add_parts(p, token);
   }
 
-  // A slot's parts in ascending column order: the order depends on F alone.
+  // A row's parts in ascending column order: the order depends on F alone.
+  static __device__ __forceinline__ float sum_of_parts(const Parameters& p, int row) {
+    const float2* const pairs =
+        reinterpret_cast<const float2*>(p.parts + static_cast<int64_t>(row) * p.parts_per_row);
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < p.parts_per_row / 2; ++i) {  // F is a multiple of 64
+      const float2 pair = load_written(pairs + i);
+      sum += pair.x;
+      sum += pair.y;
+    }
+    return sum;
+  }
+
   static __device__ __forceinline__ void add_parts(const Parameters& p, int token) {
     const CombineArguments& c = p.combine;
     const bool faulty = *c.faulty != 0;
     for (int k = threadIdx.x % 32; k < c.choices; k += 32) {
       const int64_t slot = static_cast<int64_t>(token) * c.choices + k;
       const int row = c.row_TK[slot];
-      float sum = 0.0f;
-      if (row >= 0) {
-        const float2* const pairs =
-            reinterpret_cast<const float2*>(p.parts + static_cast<int64_t>(row) * p.parts_per_row);
-#pragma unroll 8
-        for (int i = 0; i < p.parts_per_row / 2; ++i) {  // F is a multiple of 64
-          const float2 pair = load_written(pairs + i);
-          sum += pair.x;
-          sum += pair.y;
-        }
-      }
+      float sum = row >= 0 ? sum_of_parts(p, row) : 0.0f;
+      if (RANKS && row == kElsewhere) sum = load_written(&arrival(p, slot)->d_prob);
       c.d_prob_TK[slot] = faulty ? __int_as_float(0x7fffffff) : sum;
     }
   }

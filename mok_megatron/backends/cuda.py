@@ -1,9 +1,12 @@
-"""The CUDA backend for one rank (EP = 1): one MoE layer as one kernel per direction.
+"""The CUDA backend: one MoE layer as one kernel per direction, on 1 to 256 expert parallel ranks.
 
 Forward   route (count, prefix, place) and the order of work, then one persistent grid: rows in, up
           and SwiGLU, down, combine
 Backward  the order of work, then one persistent grid: rows in, gradient of down and SwiGLU,
           gradient of up, weight gradients, combine
+Several ranks open a call with two kernels more: publish what the others need in the workspace that
+they share (workspace.py), gather all ranks' choices (csrc/workspace.h has the protocol). Every rank
+then knows the whole schedule; rows come from their ranks and go home inside the grid.
 The shared expert's products are tiles of the same grids, over the tokens themselves, and come
 first: they need no rows. Rounding and order are the reference's (reference.py), and no atomic
 touches a value: the same bytes on every run.
@@ -13,9 +16,10 @@ Host      Never waits for the device, in no call, and reads nothing from it but 
           with the same kind of gradient places (kernels load at their first launch). One op a
           direction; nothing is looked at expert by expert while a watch says that it is as before.
 Memory    The routing is not known on the host, so row buffers have room for the worst case: N rows,
-          and 127 of padding for each expert that can have one. At EP = 1 that is all of N, so there
-          is no budget and there are no passes. They come from torch's allocator in each call. The
-          context keeps x, the schedule, g|u [R, 2F], and the shared expert's g|u.
+          and 127 of padding for each expert that can have one. Of several ranks R is a budget
+          (limits.py); a routing that brings more is a fault on all of them. Buffers come from
+          torch's allocator in each call. The context keeps x, the schedule, g|u [R, 2F], and the
+          shared expert's g|u.
 Launches  Three for route, two a direction (its plan, its grid), one for each table that is new, and
           one for each run of weight gradients that the grid leaves out: see _Places.
 Watches   Weights, and places to add to, that come twice are watched from then on: held, and in each
@@ -26,7 +30,7 @@ Tables    Tensor maps hold addresses. A table is kept for each role and stream, 
           gradients are elsewhere each time). A capture makes its own, inside the graph. Nothing
           else outlives a call.
 Streams   The caller's order is all there is. Calls on two streams share nothing that is written but
-          the fault record.
+          the fault record; of several ranks, all calls of a group are on one stream.
 Faults    Sizes and dtypes raise before any launch. Choices are checked on the device, in every
           call: an id out of range, an expert twice in a token, or a probability that is not finite,
           gets no row; y (dx, dprob) of the whole call become NaN, and the first such choice is
@@ -39,12 +43,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mok_megatron.backends import faults, library
+from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.rules import dy_fault, places_fault, tokens_fault, weights_fault
 from mok_megatron.backends.tables import Tables, Watch, stream_of
 from mok_megatron.contract import (
@@ -55,23 +61,35 @@ from mok_megatron.contract import (
     WeightGradients,
     Weights,
 )
+from mok_megatron.workspace import Workspace
 
 COLUMNS = 64  # H, F and S are multiples of it
 MAX_EXPERTS = 2048
 MAX_CHOICES = 64
+MAX_RANKS = 256
 _CAPABILITY = (9, 0)
 
 
 class CudaBackend:
-    """contract.Backend in kernels for compute capability 9.0, for a group of one rank.
+    """contract.Backend in kernels for compute capability 9.0.
 
-    Raises RuntimeError (rule, value, remedy) when shape, device or library does not allow it.
+    `given`: workspace and layer number of a virtual rank, whose group is None; `limits` are those
+    of ranks.Ranks. Raises RuntimeError (rule, value, remedy) when shape, device or library does not
+    allow it.
     """
 
     name = "cuda"
 
-    def __init__(self, shape: MoEShape, group: ProcessGroup | None, device: torch.device) -> None:
-        fault = unsupported(shape, 1 if group is None else group.size())
+    def __init__(
+        self,
+        shape: MoEShape,
+        group: ProcessGroup | None,
+        device: torch.device,
+        given: tuple[Workspace, int] | None = None,
+        **limits: Any,
+    ) -> None:
+        virtual = shape.ep_size if given is not None else 1
+        fault = unsupported(shape, virtual if group is None else group.size())
         if fault is not None:
             raise RuntimeError(f"mok: {fault}")
         library.load()
@@ -89,6 +107,7 @@ class CudaBackend:
         self._weights = {"forward": Watch(), "backward": Watch()}
         self._places_watch = Watch()
         self._places: _Places | None = None  # the last ones, while they are watched
+        self._ranks = Ranks(shape, group, device, given=given, **limits)
         self._found = faults.record()
         self.check()
 
@@ -107,13 +126,15 @@ class CudaBackend:
         if torch.is_grad_enabled():  # never inside autograd's node
             with torch.no_grad():
                 return self.forward(x_TH, expert_TK, prob_TK, weights)
-        self.check()
-        _raise(tokens_fault(self.shape, 0, x_TH, expert_TK, prob_TK))
-        watch = self._look_at(weights, "forward", x_TH.device)
-        x_TH = x_TH.contiguous()
-        if not x_TH.shape[0]:
-            return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-        tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
+        call = self._ranks.call(len(x_TH))
+        with self._ranks.opening("forward"):
+            self.check()
+            _raise(tokens_fault(self.shape, self._ranks.rank, x_TH, expert_TK, prob_TK))
+            watch = self._look_at(weights, "forward", x_TH.device)
+            x_TH = x_TH.contiguous()
+            if not x_TH.shape[0] and not self._ranks.several:
+                return torch.empty_like(x_TH), Context(tensors=(x_TH,))
+            tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
         try:
             y_TH, kept = torch.ops.mok_megatron.forward.default(
                 x_TH,
@@ -124,9 +145,10 @@ class CudaBackend:
                 self.shape.shared_ffn,
                 self.ctas,
                 self.ahead,
+                *call,
             )
         except RuntimeError as error:
-            raise faults.out_of_memory(error, "forward", x_TH) from None
+            raise self._ranks.ended(faults.out_of_memory(error, "forward", x_TH)) from None
         return y_TH, Context(tensors=(x_TH, *kept))
 
     def backward(
@@ -139,13 +161,17 @@ class CudaBackend:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.backward(context, dy_TH, weights, into)
-        self.check()
         x_TH, *kept = context.tensors
-        _raise(dy_fault(0, x_TH, dy_TH))
-        watch = self._look_at(weights, "backward", x_TH.device)
-        places = self._places_of(into, weights)
-        dy_TH = dy_TH.contiguous()
-        if not x_TH.shape[0]:
+        call = self._ranks.call(len(x_TH))
+        with self._ranks.opening("backward"):
+            self.check()
+            _raise(dy_fault(self._ranks.rank, x_TH, dy_TH))
+            watch = self._look_at(weights, "backward", x_TH.device)
+            places = self._places_of(into, weights)
+            dy_TH = dy_TH.contiguous()
+        if not x_TH.shape[0] and self._ranks.several:
+            _zero(replace(into, w1=(), w2=()))  # nobody else brings tokens to the shared expert
+        elif not x_TH.shape[0]:
             _zero(into)
             no_prob = x_TH.new_empty(0, self.shape.top_k, dtype=torch.float32)
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
@@ -168,11 +194,12 @@ class CudaBackend:
                 places.outside is not None,
                 self.ctas,
                 self.ahead,
+                *call,
             )
         except RuntimeError as error:
-            raise faults.out_of_memory(error, "backward", x_TH) from None
+            raise self._ranks.ended(faults.out_of_memory(error, "backward", x_TH)) from None
         if places.outside is not None:
-            plan = _Plan.of(kept[0], len(x_TH), self.shape)
+            plan = self._plan(context)
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
 
@@ -182,12 +209,18 @@ class CudaBackend:
             nothing = context.tensors[0].new_zeros(0, 3, dtype=torch.int64)
             rows_L = nothing.new_zeros(self.shape.num_experts)
             return Schedule(rows_L=rows_L, source_R3=nothing)
-        plan = _Plan.of(context.tensors[1], len(context.tensors[0]), self.shape)
+        plan = self._plan(context)
         slot_R = plan.slot_R[: int(plan.row_start_E[-1])].long()
         slot_R = slot_R[slot_R >= 0]
+        most = self._ranks.limits.tokens if self._ranks.several else len(context.tensors[0])
         token_R, choice_R = slot_R // self.shape.top_k, slot_R % self.shape.top_k
-        source_R3 = torch.stack([torch.zeros_like(slot_R), token_R, choice_R], dim=1)
+        source_R3 = torch.stack([token_R // most, token_R % most, choice_R], dim=1)
         return Schedule(rows_L=plan.row_count_E.long(), source_R3=source_R3)
+
+    def _plan(self, context: Context) -> _Plan:
+        """The schedule of a forward, in parts."""
+        x_TH, schedule, *_ = context.tensors
+        return _Plan.of(schedule, len(x_TH), self.shape, self._ranks.rows())
 
     def check(self) -> None:
         """Raises RuntimeError for the first fault recorded by the device, in any layer, once.
@@ -201,7 +234,7 @@ class CudaBackend:
         """Checks weights that are not as before; their watch, or 0."""
         watch, flat = self._weights[direction], weights.flat()
         if not watch.holds(flat):
-            _raise(weights_fault(self.shape, 0, weights, device))
+            _raise(weights_fault(self.shape, self._ranks.rank, weights, device))
             watch.see(flat)
         return watch.number
 
@@ -212,7 +245,7 @@ class CudaBackend:
             return last
         flat = (*into.w1, *into.w2, into.shared_w1, into.shared_w2)
         if not (into.accumulate and watch.holds(flat)):
-            _raise(places_fault(0, weights, into))
+            _raise(places_fault(self._ranks.rank, weights, into))
             if not into.accumulate:  # new memory each time, which nothing may hold
                 return _Places.of(into, flat, 0)
             watch.see(flat)
@@ -253,7 +286,7 @@ class CudaBackend:
             ("w2", dy_RH, activation_RF, plan.split, outside.w2),
             ("w1", d_gate_up_RF, x_RH, plan.split, outside.w1),
         ]
-        if shared:
+        if shared and x_TH.shape[0]:
             d_gate_up_TF, activation_TF = shared
             w1, w2 = (outside.shared_w1,), (outside.shared_w2,)
             products += [("shared w2", dy_TH, activation_TF, plan.shared_split, w2)]
@@ -356,10 +389,10 @@ class _Plan:
     prob_R: Tensor
 
     @staticmethod
-    def of(schedule: Tensor, tokens: int, shape: MoEShape) -> _Plan:
-        """Views of the op's one tensor of bytes, for T > 0 tokens."""
-        experts, choices = shape.num_experts, shape.top_k
-        *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
+    def of(schedule: Tensor, tokens: int, shape: MoEShape, rows: int) -> _Plan:
+        """Views of the op's one tensor of bytes. rows: R, or 0 of one rank, with T > 0 tokens."""
+        experts, choices = shape.local_experts, shape.top_k
+        *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, rows)
         words = schedule.view(torch.int32)
         sizes = (experts + 1, experts, 2, 1, 1, tokens * choices, rows, rows)
         parts = [words[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -382,10 +415,11 @@ def unsupported(shape: MoEShape, ranks: int) -> str | None:
             f"the expert parallel group must have {shape.ep_size} ranks, got {ranks}; "
             "pass the group that --expert-model-parallel-size made"
         )
-    if shape.ep_size != 1:
+    if shape.ep_size > MAX_RANKS:
         return (
-            "the cuda backend runs expert parallel size 1 so far, got "
-            f"{shape.ep_size}; use --mok-backend reference or --expert-model-parallel-size 1"
+            f"the cuda backend takes at most {MAX_RANKS} expert parallel ranks, got "
+            f"{shape.ep_size}; use --mok-backend reference or a smaller "
+            "--expert-model-parallel-size"
         )
     if shape.dtype != torch.bfloat16:
         return (

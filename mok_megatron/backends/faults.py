@@ -11,6 +11,7 @@ Megatron's --check-for-nan-in-loss-and-grad (its default) stops.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -24,14 +25,34 @@ from mok_megatron.backends.rules import not_finite
 from mok_megatron.contract import OVERFULL
 
 _DUPLICATE, _NOT_FINITE = 2, 3  # RouteFaultKind in csrc/layer_arguments.h
+_TOKENS, _ROWS = 6, 7  # ExchangeFaultKind in csrc/exchange_arguments.h; and 1 to 5:
+_FIELDS: dict[int, tuple[str, dict[int, str]]] = {
+    1: ("layer", {}),
+    2: ("direction", {1: "forward", 2: "backward"}),
+    3: ("forward call", {}),
+    4: ("row buffers of", {}),
+    5: ("fingerprint of shape, flags and version", {}),
+}
 _NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
 
 
+class Found:
+    """Whether the device has found a fault, by a look at two words in pinned memory."""
+
+    def __init__(self) -> None:
+        ops = torch.ops.mok_megatron
+        addresses = (ops.route_fault_address(), ops.exchange_fault_address())
+        self._kinds = [ctypes.c_int32.from_address(address) for address in addresses]
+
+    @property
+    def value(self) -> bool:
+        return any(kind.value for kind in self._kinds)
+
+
 @cache
-def record() -> ctypes.c_int32:
-    """The word that is not zero once the device has found a fault; from now on every optimizer
-    step looks at it too. Needs the library."""
-    found = ctypes.c_int32.from_address(torch.ops.mok_megatron.route_fault_address())
+def record() -> Found:
+    """Of this process; from now on every optimizer step looks at it too. Needs the library."""
+    found = Found()
 
     def before_step(*_: object) -> None:
         if not torch.cuda.is_current_stream_capturing():
@@ -44,17 +65,21 @@ def record() -> ctypes.c_int32:
 
 
 def raise_found() -> None:
-    """Raises RuntimeError for the fault, if there is one, and forgets it."""
-    words = torch.ops.mok_megatron.take_route_fault()
-    if words[0]:
+    """Raises RuntimeError for the first fault of the choices, or of a call of several ranks, if
+    there is one, and forgets it."""
+    if (words := torch.ops.mok_megatron.take_route_fault())[0]:
         raise RuntimeError(describe(words))
+    if (words := torch.ops.mok_megatron.take_exchange_fault())[0]:
+        raise RuntimeError(describe_call(words))
 
 
 def describe(words: Sequence[int]) -> str:
     """The words of a fault: kind, expert, token, slot, E and K of the call, bits of the
-    probability."""
-    kind, expert, token, slot, experts, choices, bits = words
-    where = f"at token {token}, slot {slot}, in an earlier call on this GPU"
+    probability, and the most tokens of a rank where there are several: tokens count on then."""
+    kind, expert, token, slot, experts, choices, bits, most = words
+    rank = f", on expert parallel rank {token // most}" if most else ""
+    token = token % most if most else token
+    where = f"at token {token}, slot {slot}{rank}, in an earlier call on this GPU"
     remedy = "make the ids with mok_megatron.function.top_k_choices"
     if kind == _NOT_FINITE:
         (prob,) = struct.unpack("<f", bits.to_bytes(4, "little"))
@@ -70,6 +95,38 @@ def describe(words: Sequence[int]) -> str:
         )
     else:
         text = f"an expert id must be -1 or in [0, {experts}), got {expert} {where}; {remedy}"
+    return f"mok: {text}. That call's results are NaN"
+
+
+def describe_call(words: Sequence[int]) -> str:
+    """The words of a fault of several ranks, the same on all: kind, rank, its value, what it should
+    be, and the rows of a rank when all have as many."""
+    kind, rank, value, wanted, balanced = words
+    where = f"on expert parallel rank {rank}, in an earlier call on this GPU"
+    if kind == _TOKENS and value < 0:
+        text = (
+            "every expert parallel rank must make a call whose arguments keep the rules, got one "
+            f"that did not {where}; the error it has raised says why"
+        )
+    elif kind == _TOKENS:
+        text = (
+            f"a rank may bring at most {wanted} tokens, got {value} {where}; "
+            f"set --mok-max-tokens to {value} or more"
+        )
+    elif kind == _ROWS:
+        text = (
+            f"the rows of a rank must fit its buffers, of {wanted} rows, got {value} with padding "
+            f"{where}; set --mok-row-budget to {math.ceil(100 * value / balanced) / 100} or more, "
+            "or balance the router's load"
+        )
+    else:
+        field, names = _FIELDS[kind]
+        text = (
+            "all expert parallel ranks must make the same calls in the same order, got "
+            f"{field} {names.get(value, value)} {where}, and {names.get(wanted, wanted)} on rank "
+            "0; look for a rank that skips a layer or a microbatch, or runs with other flags or "
+            "another version"
+        )
     return f"mok: {text}. That call's results are NaN"
 
 

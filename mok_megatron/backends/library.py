@@ -77,10 +77,11 @@ def _declare_fakes() -> None:
     for name in ("product", "input_gradient", "up", "down_gradient", "weight_gradient"):
         fake(f"mok_megatron::grouped_{name}")(writes_its_arguments)
 
-    def bytes_of(expert: torch.Tensor, experts: int) -> tuple[int, int]:
+    def bytes_of(expert: torch.Tensor, experts: int, group: Sequence[int] = ()) -> tuple[int, int]:
         """Of a schedule, and the rows it may have."""
         tokens, choices = expert.shape
-        *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts)
+        given = group[2] if group else 0
+        *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, given)
         return 4 * words, rows
 
     @fake("mok_megatron::choices")
@@ -108,8 +109,10 @@ def _declare_fakes() -> None:
         shared_width: int,
         ctas: int = 0,
         ahead: int = 0,
+        bases: torch.Tensor | None = None,
+        group: Sequence[int] = (),
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        size, rows = bytes_of(expert, len(weights[0]) - 1)
+        size, rows = bytes_of(expert, len(weights[0]) - 1, group)
         kept = [x.new_empty(size, dtype=torch.uint8), x.new_empty(rows, 2 * width)]
         if shared_width:
             kept.append(x.new_empty(len(x), 2 * shared_width))
@@ -130,6 +133,8 @@ def _declare_fakes() -> None:
         outside: bool,
         ctas: int = 0,
         ahead: int = 0,
+        bases: torch.Tensor | None = None,
+        group: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         hidden, rows, tokens = x.shape[1], len(kept[1]), len(x)
         forms = [(rows, hidden), (rows, hidden), (rows, 2 * width), (rows, width)]

@@ -45,7 +45,7 @@ gpu = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ep_size": 2}, r"expert parallel size 1 so far, got 2; use --mok-backend reference"),
+        ({"num_experts": 257, "ep_size": 257}, r"at most 256 expert parallel ranks, got 257; use"),
         ({"dtype": torch.float16}, r"computes in torch.bfloat16, got torch.float16; use --bf16"),
         ({"hidden": 2890}, r"hidden size must be a multiple of 64, got 2890; use"),
         ({"ffn": 100}, r"expert width must be a multiple of 64, got 100; use"),
@@ -132,7 +132,7 @@ def test_runs_of_places_leave_the_frozen_out_and_split_at_dtypes() -> None:
 )
 def test_the_words_of_a_fault(kind: int, expert: int, words: str) -> None:
     minus_infinity = 0xFF800000
-    text = faults.describe([kind, expert, 5, 1, 4, 2, minus_infinity])
+    text = faults.describe([kind, expert, 5, 1, 4, 2, minus_infinity, 0])
     assert re.fullmatch(r"mok: .*, got .*; .*", text)
     assert re.search(words, text)
 

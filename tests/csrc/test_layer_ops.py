@@ -19,9 +19,16 @@ needs_library = pytest.mark.skipif(
 pytestmark = needs_library
 T, K, E, H, F, S, R = 5, 2, 4, 128, 64, 192, 512
 BF16, INT = torch.bfloat16, torch.int32
-BEFORE_THE_LAYER = ("route_count", "route_prefix", "route_place", "plan_work")
+BEFORE_THE_CHOICES = ("6choose", "6spread")  # as mangled names have them
+LAYER = (
+    "route_count",
+    "route_prefix",
+    "route_place",
+    "route_view",
+    "plan_work",
+)
 CHOICES = ("6choose", "6spread")  # as mangled names have them
-LAYER = ("7ForwardE", "8BackwardI")  # as mangled names have them
+LAYER = ("7ForwardI", "8BackwardI")  # as mangled names have them
 
 
 @pytest.fixture(autouse=True)
@@ -259,8 +266,8 @@ def kernels() -> dict[str, list[str]]:
 
 
 def test_a_kernel_for_each_step(kernels: dict[str, list[str]]) -> None:
-    """backward: fp32 and bf16 gradients, fresh and added to."""
-    expected = dict.fromkeys(BEFORE_THE_LAYER, 1) | dict(zip(LAYER, (1, 4), strict=True))
+    """Of one rank and of several; backward: fp32 and bf16 gradients, fresh and added to."""
+    expected = dict.fromkeys(BEFORE_THE_LAYER, 1) | dict(zip(LAYER, (2, 8), strict=True))
     expected |= dict.fromkeys(CHOICES, 3)  # bf16, fp32 and fp64 probabilities
     assert {name: len(codes) for name, codes in kernels.items()} == expected
 

@@ -1,0 +1,125 @@
+"""What a call of several ranks passes to the ops beside its tensors.
+
+csrc/workspace.h has the protocol. A layer's number is part of the first signal of each of its
+calls, so that a rank that makes another call is found before a row moves: layers count in the order
+of their first calls, which is the same on all ranks of a group.
+
+A rank that cannot make a call, because its arguments break a rule or there is no memory, tells the
+others so in the call's first signal before it raises: then the call is a fault on all of them, and
+none waits. So every forward and backward is one call of the group, whether it raises or not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mok_megatron import workspace
+from mok_megatron.contract import MoEShape
+from mok_megatron.limits import Limits
+from mok_megatron.workspace import Workspace
+
+_DIRECTIONS = {"forward": 1, "backward": 2}  # CallDirection in csrc/workspace.h
+
+_layers: Counter[tuple[str, int, int]] = Counter()
+
+
+class Ranks:
+    """One layer's place in its expert parallel group.
+
+    `given`: a workspace and a layer number, of virtual ranks; otherwise the group's workspace, made
+    at the first call. max_tokens and row_budget: --mok-max-tokens and --mok-row-budget; arguments:
+    megatron.training's, or None.
+    """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        group: ProcessGroup | None,
+        device: torch.device,
+        *,
+        given: tuple[Workspace, int] | None = None,
+        max_tokens: int | None = None,
+        row_budget: float = 1.25,
+        arguments: Any = None,
+    ) -> None:
+        self.shape, self.several = shape, shape.ep_size > 1
+        self._group, self._device, self._given = group, device, given
+        self._flags = {
+            "given_tokens": max_tokens,
+            "row_budget": row_budget,
+            "arguments": arguments,
+        }
+        self._direction = ""
+
+    def call(self, tokens: int) -> tuple[Tensor | None, list[int]]:
+        """`bases` and `group` of the ops forward and backward; of one rank (None, []).
+
+        tokens: T of this rank. The first call of a group and shape makes its workspace, on all
+        ranks together, and raises as workspace.of does.
+        """
+        if not self.several:
+            return None, []
+        if self._given is None:
+            self._given = self._join(tokens)
+        space, layer = self._given
+        limits = space.limits
+        return space.bases_P, [space.rank, limits.tokens, limits.rows, layer, space.settings]
+
+    @property
+    def rank(self) -> int:
+        """The own one in the group."""
+        return self._given[0].rank if self._given is not None else 0
+
+    @contextmanager
+    def opening(self, direction: str) -> Iterator[None]:
+        """Around what comes before the op of a call: an error there is told to the other ranks."""
+        self._direction = direction
+        try:
+            yield
+        except RuntimeError:
+            self._refuse()
+            raise
+
+    def ended(self, error: RuntimeError) -> RuntimeError:
+        """The error of a call's op. There was no memory: then it had not begun, and is refused."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._refuse()
+        return error
+
+    def _refuse(self) -> None:
+        if self.several and not torch.cuda.is_current_stream_capturing():
+            bases_P, numbers = self.call(0)
+            torch.ops.mok_megatron.refuse(
+                bases_P, numbers, _DIRECTIONS[self._direction], self.shape.top_k, self.shape.hidden
+            )
+
+    @property
+    def limits(self) -> Limits:
+        """Of a group that has made a call."""
+        assert self._given is not None, "no call has been made"
+        return self._given[0].limits
+
+    def rows(self) -> int:
+        """R of the schedules; 0 where one rank has room for any routing."""
+        return self.limits.rows if self.several else 0
+
+    def _join(self, tokens: int) -> tuple[Workspace, int]:
+        assert self._group is not None, "several ranks have a group"
+        space = workspace.of(
+            self._group,
+            self.shape,
+            self._device,
+            tokens,
+            load=lambda: torch.ops.mok_megatron.load_kernels(),
+            **self._flags,
+        )
+        key = (self._group.group_name, self.shape.hidden, self.shape.top_k)
+        _layers[key] += 1
+        return space, _layers[key]
