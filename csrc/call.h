@@ -26,9 +26,7 @@ class Room {
   }
   int64_t take_bf16(int64_t rows, int64_t columns) { return take(2 * rows * columns); }
   int64_t take_words(int64_t count) { return take(4 * count); }
-  Tensor allocate(const Tensor& like) const {
-    return torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);
-  }
+  Tensor allocate(const Tensor& like) const { return new_tensor(like, {bytes_}, ScalarType::Byte); }
   int64_t bytes() const { return bytes_; }
 
  private:
@@ -194,7 +192,8 @@ inline Schedule check_choices(const Tensor& expert, const Tensor& prob, int64_t 
 // Of `slots` choices among `experts`; counts: Schedule::counts() words.
 inline mok::RouteArguments route_arguments(const Schedule& s, const Tensor& schedule,
                                            const int32_t* expert, const float* prob, int64_t slots,
-                                           int64_t experts, int32_t* counts, void* stream) {
+                                           int64_t experts, int32_t* counts, void* stream,
+                                           int32_t rank_tokens = 0) {
   return {.expert_TK = expert,
           .prob_TK = prob,
           .tokens = static_cast<int32_t>(slots / s.choices),
@@ -211,11 +210,12 @@ inline mok::RouteArguments route_arguments(const Schedule& s, const Tensor& sche
           .slot_R = inside<int32_t>(schedule, s.slot),
           .prob_R = inside<float>(schedule, s.prob),
           .fault = mok::route_fault_record(),
-          .stream = stream};
+          .stream = stream,
+          .rank_tokens = rank_tokens};
 }
 
 inline Tensor new_schedule(const Schedule& s, const Tensor& like) {
-  return torch::stable::new_empty(like, {s.bytes}, ScalarType::Byte);
+  return new_tensor(like, {s.bytes}, ScalarType::Byte);
 }
 
 // Offsets of what the opening of a call of several ranks needs meanwhile.
@@ -300,7 +300,8 @@ inline void open_forward(const Group& g, const Schedule& s, const Opening& o,
                                              g.slots(s.choices),
                                              g.ranks * s.experts,
                                              inside<int32_t>(scratch, o.counts),
-                                             launch.stream),
+                                             launch.stream,
+                                             limit),
                     .peers = peers,
                     .tokens = static_cast<int32_t>(s.tokens),
                     .rows = static_cast<int32_t>(s.rows),

@@ -35,6 +35,7 @@ struct ExchangeFault {
   int32_t rank;
   int64_t value;
   int64_t wanted;
+  int64_t balanced;  // Tmax · K: rows of a rank when all have as many
 };
 
 ExchangeFault* exchange_fault_record();  // process-wide; null when pinned memory is refused

@@ -16,12 +16,16 @@ constexpr int kChunk = 256;        // slots that one warp counts and places
 // What the device found wrong with the choices. Lives in pinned host memory; `kind` is written
 // last, and only while it is 0, so that who sees it sees the rest, and the first fault stays until
 // the host has taken it.
-enum class RouteFaultKind : int32_t { kNone = 0, kIdOutOfRange = 1, kDuplicate = 2 };
+enum class RouteFaultKind : int32_t { kNone, kIdOutOfRange, kDuplicate, kNotFinite };
 struct RouteFault {
   int32_t kind;
   int32_t expert;
   int32_t token;
   int32_t choice;
+  int32_t experts;  // E and K of the call
+  int32_t choices;
+  float prob;
+  int32_t rank_tokens;  // of several ranks: token counts rank · rank_tokens + its token
 };
 
 RouteFault* route_fault_record();  // process-wide; null when pinned memory is refused
@@ -45,6 +49,7 @@ struct RouteArguments {
   float* prob_R;          // 0 in padding
   RouteFault* fault;      // host memory
   void* stream;
+  int32_t rank_tokens = 0;  // of several ranks: Tmax; tokens are P of them
 };
 
 // out[t] = bf16(sum over k in slot order of rows[row_TK[t, k]], then shared[t]).

@@ -9,9 +9,9 @@
 // gives that back when it returns: the stream's order keeps it whole until the kernels are done.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <atomic>
+#include <bit>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -29,8 +29,7 @@ Tensor route(const Tensor& expert, const Tensor& prob, int64_t experts) {
   check_device(expert, "route", {&prob});
   const torch::stable::accelerator::DeviceGuard guard(expert.get_device_index());
   const int64_t slots = s.tokens * s.choices;
-  const Tensor counts =
-      torch::stable::new_empty(expert, {Schedule::counts(slots, experts)}, ScalarType::Int);
+  const Tensor counts = new_tensor(expert, {Schedule::counts(slots, experts)}, ScalarType::Int);
   const Tensor schedule = new_schedule(s, expert);
   mok::launch_route(route_arguments(s,
                                     schedule,
@@ -125,7 +124,7 @@ void check_all_on(const Tensor& x, const char* op, std::vector<const Tensor*> al
 }
 
 Tensor new_bf16(const Tensor& like, int64_t rows, int64_t columns) {
-  return torch::stable::new_empty(like, {rows, columns}, ScalarType::BFloat16);
+  return new_tensor(like, {rows, columns}, ScalarType::BFloat16);
 }
 
 // y, and what backward needs: the schedule, gate_up [R, 2F], the shared expert's [T, 2S].
@@ -254,7 +253,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
     for (const Buffer& b : buffers) *b.place = inside(scratch, b.at);
   }
   const Tensor dx = new_bf16(x, s.tokens, hidden);
-  const Tensor dprob = torch::stable::new_empty(x, {s.tokens, choices}, ScalarType::Float);
+  const Tensor dprob = new_tensor(x, {s.tokens, choices}, ScalarType::Float);
   arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead);
   arguments.peers = g.peers(choices, hidden);
   if (g.several()) {
@@ -289,14 +288,22 @@ mok::RouteFault& fault_of_choices() {
 // Where the host may look whether there is a fault: int32, not 0.
 int64_t route_fault_address() { return reinterpret_cast<int64_t>(&fault_of_choices().kind); }
 
-// The first fault of the choices since the last call: kind (0: none), expert, token, choice. Sees
-// what the device has written so far, and does not wait for it.
+// The first fault of the choices since the last call: kind (0: none), expert, token, choice, E, K,
+// the bits of the probability, and Tmax where there are several ranks. Sees what the device has
+// written so far, and does not wait.
 std::vector<int64_t> take_route_fault() {
   mok::RouteFault& record = fault_of_choices();
   std::atomic_ref<int32_t> kind(record.kind);
   const int32_t found = kind.load(std::memory_order_acquire);
-  if (found == 0) return {0, 0, 0, 0};
-  std::vector<int64_t> words{found, record.expert, record.token, record.choice};
+  if (found == 0) return {0, 0, 0, 0, 0, 0, 0, 0};
+  std::vector<int64_t> words{found,
+                             record.expert,
+                             record.token,
+                             record.choice,
+                             record.experts,
+                             record.choices,
+                             std::bit_cast<uint32_t>(record.prob),
+                             record.rank_tokens};
   kind.store(0, std::memory_order_release);
   return words;
 }
@@ -341,13 +348,13 @@ mok::ExchangeFault& fault_of_exchange() {
 // As route_fault_address.
 int64_t exchange_fault_address() { return reinterpret_cast<int64_t>(&fault_of_exchange().kind); }
 
-// As take_route_fault, of a call of several ranks: kind (0: none), rank, value, wanted.
+// As take_route_fault, of a call of several ranks: kind (0: none), rank, value, wanted, balanced.
 std::vector<int64_t> take_exchange_fault() {
   mok::ExchangeFault& record = fault_of_exchange();
   std::atomic_ref<int32_t> kind(record.kind);
   const int32_t found = kind.load(std::memory_order_acquire);
-  if (found == 0) return {0, 0, 0, 0};
-  std::vector<int64_t> words{found, record.rank, record.value, record.wanted};
+  if (found == 0) return {0, 0, 0, 0, 0};
+  std::vector<int64_t> words{found, record.rank, record.value, record.wanted, record.balanced};
   kind.store(0, std::memory_order_release);
   return words;
 }

@@ -6,7 +6,6 @@
 // what they were.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <mutex>
 #include <string>
@@ -126,8 +125,7 @@ Tensor stream_matrices(const std::vector<Tensor>& matrices, const std::string& r
   const auto count = static_cast<int>(list.size());
   std::vector<uint8_t> records(static_cast<size_t>(count + 1) * mok::kTensorMapBytes);
   mok::sm90::encode_table(role, 0, list.data(), count, records.data());
-  Tensor table =
-      torch::stable::new_empty(first, {count + 1, mok::kTensorMapBytes}, ScalarType::Byte);
+  Tensor table = new_tensor(first, {count + 1, mok::kTensorMapBytes}, ScalarType::Byte);
   mok::launch_write_table(records.data(), count + 1, table.mutable_data_ptr(), stream_of(first));
   return table;
 }

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -94,6 +96,20 @@ inline void check_device(const Tensor& first, const char* op,
                     first.get_device_index(),
                     ", got ",
                     t->is_cuda() ? t->get_device_index() : -1);
+  }
+}
+
+// Uninitialised, on the device of `like`. The library's own errors do not say why there is none.
+inline Tensor new_tensor(const Tensor& like, Extents extents, ScalarType type) {
+  try {
+    return torch::stable::new_empty(like, extents, type);
+  } catch (const std::exception&) {
+    int64_t bytes = type == ScalarType::Byte ? 1 : type == ScalarType::BFloat16 ? 2 : 4;
+    for (size_t i = 0; i < extents.size(); ++i) bytes *= extents[i];
+    STD_TORCH_CHECK(false,
+                    "mok: a call's buffers must fit in memory, got no room for ",
+                    bytes,
+                    " bytes; lower --micro-batch-size");
   }
 }
 

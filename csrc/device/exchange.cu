@@ -83,12 +83,15 @@ __device__ __forceinline__ ExchangeFault judge(const Start* start, int ranks, in
   using Kind = ExchangeFaultKind;
   const Start& wanted = start[0];
   const auto fault = [](Kind kind, int rank, int64_t value, int64_t other) {
-    return ExchangeFault{static_cast<int32_t>(kind), rank, value, other};
+    return ExchangeFault{static_cast<int32_t>(kind), rank, value, other, 0};
   };
   for (int rank = 0; rank < ranks; ++rank) {
     const Start& s = start[rank];
     if (s.settings != wanted.settings)
-      return fault(Kind::kSettings, rank, s.settings, wanted.settings);
+      return fault(Kind::kSettings,
+                   rank,
+                   static_cast<int64_t>(s.settings),
+                   static_cast<int64_t>(wanted.settings));
     if (s.direction != wanted.direction)
       return fault(Kind::kDirection, rank, s.direction, wanted.direction);
     if (s.layer != wanted.layer) return fault(Kind::kLayer, rank, s.layer, wanted.layer);
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   if (threadIdx.x != 0) return;
   if (a.epoch != nullptr) *a.epoch = epoch;
   if (a.refused != nullptr) *a.refused = found.kind;
-  if (refused) report(a.record, found);
+  if (refused) report(group, a.record, found);
 }
 
 __global__ void __launch_bounds__(kRouteThreads)

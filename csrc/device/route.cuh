@@ -10,10 +10,10 @@
 //   one in the chunk
 // Each phase reads what all chunks of the phase before it wrote: a kernel boundary today.
 //
-// Ids are data: every slot is checked in both passes, always. A slot whose id is out of range, or
-// repeats an earlier one of its token, is counted in column E and gets no row, so that no bad id
-// becomes an address; the first such slot, in slot order, is written into the fault record, and
-// combine fills the call's results with NaN.
+// Choices are data: every slot is checked in both passes, always. A slot whose id is out of range,
+// or repeats an earlier one of its token, or whose probability is not finite, is counted in column
+// E and gets no row, so that no bad id becomes an address; the first such slot, in slot order, is
+// written into the fault record, and combine fills the call's results with NaN.
 #pragma once
 
 #include <cstdint>
@@ -27,15 +27,22 @@ constexpr int kRouteWarps = 4;
 constexpr int kRouteThreads = 32 * kRouteWarps;
 constexpr int kPrefixColumns = 32, kPrefixSegments = 32;  // of a CTA of `prefix`
 
+// The first rule that a slot which is not empty breaks.
+__device__ __forceinline__ RouteFaultKind broken_rule(const RouteArguments& a, int slot) {
+  const int expert = a.expert_TK[slot];
+  if (expert < 0 || expert >= a.experts) return RouteFaultKind::kIdOutOfRange;
+  for (int other = slot - slot % a.choices; other < slot; ++other) {
+    if (a.expert_TK[other] == expert) return RouteFaultKind::kDuplicate;
+  }
+  const float prob = a.prob_TK[slot];
+  return prob - prob == 0.0f ? RouteFaultKind::kNone : RouteFaultKind::kNotFinite;
+}
+
 // The slot's expert, -1 when it is empty, E when it breaks a rule.
 __device__ __forceinline__ int column_of(const RouteArguments& a, int slot) {
   const int expert = a.expert_TK[slot];
   if (expert == -1) return -1;
-  if (expert < 0 || expert >= a.experts) return a.experts;
-  for (int other = slot - slot % a.choices; other < slot; ++other) {
-    if (a.expert_TK[other] == expert) return a.experts;
-  }
-  return expert;
+  return broken_rule(a, slot) == RouteFaultKind::kNone ? expert : a.experts;
 }
 
 // One warp takes its chunk's slots in order: take(slot, column, n) where n is next[column], which
@@ -124,14 +131,15 @@ __device__ __forceinline__ void scan_starts(const RouteArguments& a, int32_t* st
 __device__ __forceinline__ void report(const RouteArguments& a, int slot) {
   volatile RouteFault* const record = a.fault;
   if (record == nullptr || record->kind != 0) return;
-  const int expert = a.expert_TK[slot];
-  record->expert = expert;
+  record->expert = a.expert_TK[slot];
   record->token = slot / a.choices;
   record->choice = slot % a.choices;
+  record->experts = a.experts;
+  record->choices = a.choices;
+  record->prob = a.prob_TK[slot];
+  record->rank_tokens = a.rank_tokens;
   __threadfence_system();
-  const bool known = expert >= 0 && expert < a.experts;
-  record->kind =
-      static_cast<int32_t>(known ? RouteFaultKind::kDuplicate : RouteFaultKind::kIdOutOfRange);
+  record->kind = static_cast<int32_t>(broken_rule(a, slot));
 }
 
 // One warp; start: E + 1 words that all warps of the CTA share; next: E + 1 of its own.

@@ -67,16 +67,4 @@ __device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epo
   }
 }
 
-// ---- faults that all ranks find alike
-
-__device__ __forceinline__ void report(ExchangeFault* to, const ExchangeFault& found) {
-  volatile ExchangeFault* const record = to;
-  if (record == nullptr || record->kind != 0) return;
-  record->rank = found.rank;
-  record->value = found.value;
-  record->wanted = found.wanted;
-  __threadfence_system();
-  record->kind = found.kind;
-}
-
 }  // namespace mok

@@ -7,9 +7,21 @@
 
 #include "../exchange_arguments.h"
 #include "route.cuh"
-#include "symmetric.cuh"
 
 namespace mok {
+
+// Of what all ranks find alike; written like a RouteFault.
+__device__ __forceinline__ void report(const Peers& group, ExchangeFault* to,
+                                       const ExchangeFault& found) {
+  volatile ExchangeFault* const record = to;
+  if (record == nullptr || record->kind != 0) return;
+  record->rank = found.rank;
+  record->value = found.value;
+  record->wanted = found.wanted;
+  record->balanced = group.slots;
+  __threadfence_system();
+  record->kind = found.kind;
+}
 
 __device__ __forceinline__ int local_experts(const ViewArguments& a) {
   return a.route.experts / a.peers.ranks;
@@ -29,7 +41,9 @@ __device__ __forceinline__ bool within_budget(const ViewArguments& a, const int3
   }
   if (most <= a.rows) return true;
   if (says && threadIdx.x == 0) {
-    report(a.record, {static_cast<int32_t>(ExchangeFaultKind::kBudget), rank, most, a.rows});
+    report(a.peers,
+           a.record,
+           {static_cast<int32_t>(ExchangeFaultKind::kBudget), rank, most, a.rows, 0});
   }
   return false;
 }

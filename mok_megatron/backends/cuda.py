@@ -31,17 +31,16 @@ Tables    Tensor maps hold addresses. A table is kept for each role and stream, 
           else outlives a call.
 Streams   The caller's order is all there is. Calls on two streams share nothing that is written but
           the fault record; of several ranks, all calls of a group are on one stream.
-Faults    Sizes and dtypes raise before any launch. Ids are checked on the device, in every call: a
-          choice out of range, or an expert twice in a token, gets no row; y (dx, dprob) of the
-          whole call become NaN, and the first such choice is recorded. The next forward or backward
-          of any layer that sees the record raises it, once, as `check` does. Until then the loss is
-          NaN, which Megatron's checks of loss and gradients stop before the optimizer step. The
-          backend is usable afterwards.
+Faults    Sizes and dtypes raise before any launch. Choices are checked on the device, in every
+          call: an id out of range, an expert twice in a token, or a probability that is not finite,
+          gets no row; y (dx, dprob) of the whole call become NaN, and the first such choice is
+          recorded. The next forward or backward of any layer that sees the record raises it, once,
+          as `check` does, and so does every optimizer before it changes a parameter (faults.py).
+          The backend is usable afterwards.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,12 +49,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mok_megatron.backends import library
+from mok_megatron.backends import faults, library
 from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.rules import dy_fault, places_fault, tokens_fault, weights_fault
 from mok_megatron.backends.tables import Tables, Watch, stream_of
 from mok_megatron.contract import (
-    OVERFULL,
     Context,
     Gradients,
     MoEShape,
@@ -110,7 +108,7 @@ class CudaBackend:
         self._places_watch = Watch()
         self._places: _Places | None = None  # the last ones, while they are watched
         self._ranks = Ranks(shape, group, device, given=given, **limits)
-        self._fault = ctypes.c_int32.from_address(torch.ops.mok_megatron.route_fault_address())
+        self._found = faults.record()
         self.check()
 
     def __deepcopy__(self, memo: object) -> CudaBackend:
@@ -134,17 +132,22 @@ class CudaBackend:
         x_TH = x_TH.contiguous()
         if not x_TH.shape[0] and not self._ranks.several:
             return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-        y_TH, kept = torch.ops.mok_megatron.forward(
-            x_TH,
-            expert_TK.contiguous(),
-            prob_TK.contiguous(),
-            self._weight_tables(weights, "up", "product", watch, stream_of(x_TH)),
-            self.shape.ffn,
-            self.shape.shared_ffn,
-            self.ctas,
-            self.ahead,
-            *self._ranks.call(len(x_TH)),
-        )
+        tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
+        call = self._ranks.call(len(x_TH))
+        try:
+            y_TH, kept = torch.ops.mok_megatron.forward(
+                x_TH,
+                expert_TK.contiguous(),
+                prob_TK.contiguous(),
+                tables,
+                self.shape.ffn,
+                self.shape.shared_ffn,
+                self.ctas,
+                self.ahead,
+                *call,
+            )
+        except RuntimeError as error:
+            raise faults.out_of_memory(error, "forward", x_TH) from None
         return y_TH, Context(tensors=(x_TH, *kept))
 
     def backward(
@@ -171,22 +174,28 @@ class CudaBackend:
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
         stream = stream_of(x_TH)
         names = _GROUPS if self.shape.shared_ffn else _GROUPS[:2]
-        dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward(
-            x_TH,
-            dy_TH,
-            kept,
-            self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream),
-            [self._gradient_table(name, places, stream) for name in names],
-            self.shape.top_k,
-            self.shape.ffn,
-            self.shape.shared_ffn,
-            places.fp32,
-            into.accumulate,
-            places.outside is not None,
-            self.ctas,
-            self.ahead,
-            *self._ranks.call(len(x_TH)),
-        )
+        tables = self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream)
+        gradients = [self._gradient_table(name, places, stream) for name in names]
+        call = self._ranks.call(len(x_TH))
+        try:
+            dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward(
+                x_TH,
+                dy_TH,
+                kept,
+                tables,
+                gradients,
+                self.shape.top_k,
+                self.shape.ffn,
+                self.shape.shared_ffn,
+                places.fp32,
+                into.accumulate,
+                places.outside is not None,
+                self.ctas,
+                self.ahead,
+                *call,
+            )
+        except RuntimeError as error:
+            raise faults.out_of_memory(error, "backward", x_TH) from None
         if places.outside is not None:
             plan = self._plan(context)
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
@@ -216,11 +225,8 @@ class CudaBackend:
 
         Does not wait: after torch.cuda.synchronize() it has seen all calls made before.
         """
-        self._ranks.check()
-        if self._fault.value:
-            kind, expert, token, choice = torch.ops.mok_megatron.take_route_fault()
-            if kind:
-                raise RuntimeError(describe(kind, expert, token, choice, self.shape))
+        if self._found.value:
+            faults.raise_found()
 
     def _look_at(self, weights: Weights, direction: str, device: torch.device) -> int:
         """Checks weights that are not as before; their watch, or 0."""
@@ -445,25 +451,6 @@ def capacity(slots: int, num_experts: int) -> int:
     tile = library.ROW_TILE
     worst = slots + (tile - 1) * min(slots, num_experts)
     return max(worst // tile * tile, tile)
-
-
-def describe(kind: int, expert: int, token: int, choice: int, shape: MoEShape) -> str:
-    """The words of a fault record; `shape` is that of the layer that read it."""
-    where = f"at token {token}, slot {choice}, in an earlier call on this GPU"
-    if kind == 2:
-        rule, value = "a token may choose an expert only once", f"expert {expert} again {where}"
-    elif expert == OVERFULL:
-        return (
-            f"mok: a token may choose at most {shape.top_k} experts, got more routes {where}; "
-            "set --moe-router-topk to what the router really chooses"
-        )
-    else:
-        rule = f"an expert id must be -1 or in [0, {shape.num_experts})"
-        value = f"{expert} {where}"
-    return (
-        f"mok: {rule}, got {value}; make the ids with mok_megatron.function.top_k_choices. "
-        "That call's results are NaN"
-    )
 
 
 def _runs(places: Sequence[Tensor | None]) -> Iterator[tuple[int, int, list[Tensor]]]:

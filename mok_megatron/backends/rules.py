@@ -2,7 +2,7 @@
 
 The functions that see one rank's tensors return the first broken rule as text: that rank must
 not raise alone, its peers would wait for it. The check of the choices sees all ranks', and raises.
-Values are not looked at: a NaN probability or activation propagates as in any torch model.
+Values of activations are not looked at: a NaN propagates as in any torch model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def forward_fault(
     weights: Weights,
 ) -> str | None:
     """The first rule of contract.Backend.forward that this rank's arguments break, or None."""
-    return tokens_fault(shape, rank, x_TH, expert_TK, prob_TK) or weights_fault(
-        shape, rank, weights, x_TH.device
+    return (
+        tokens_fault(shape, rank, x_TH, expert_TK, prob_TK)
+        or weights_fault(shape, rank, weights, x_TH.device)
+        or prob_fault(f"on expert parallel rank {rank}", expert_TK, prob_TK)
     )
 
 
@@ -64,6 +66,23 @@ def tokens_fault(
         if choice.device != x_TH.device:
             return _elsewhere(name, choice, x_TH.device, where)
     return None
+
+
+def prob_fault(where: str, expert_TK: Tensor, prob_TK: Tensor) -> str | None:
+    """Of the values of the probabilities whose slots are not empty. Waits for the device."""
+    wild = (expert_TK != -1) & ~prob_TK.isfinite()
+    if not wild.any():
+        return None
+    token, slot = wild.nonzero()[0].tolist()
+    return not_finite(float(prob_TK[token, slot]), f"at token {token}, slot {slot} {where}")
+
+
+def not_finite(prob: float, where: str) -> str:
+    """What is said of such a probability."""
+    return (
+        f"a routing probability must be finite, got {prob} {where}; "
+        "look for NaN in the router's input and weights: the training may have diverged"
+    )
 
 
 def weights_fault(shape: MoEShape, rank: int, weights: Weights, device: torch.device) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mok_megatron import backends
-from mok_megatron.backends import cuda, library
+from mok_megatron.backends import cuda, faults, library
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import OVERFULL, MoEShape, WeightGradients
 from mok_megatron.function import FreshGradients
@@ -127,12 +127,30 @@ def test_runs_of_places_leave_the_frozen_out_and_split_at_dtypes() -> None:
         (1, 9, r"an expert id must be -1 or in \[0, 4\), got 9 at token 5, slot 1"),
         (2, 3, r"only once, got expert 3 again at token 5, slot 1"),
         (1, OVERFULL, r"at most 2 experts, got more routes at token 5, .*--moe-router-topk"),
+        (3, 3, r"probability must be finite, got -inf at token 5, slot 1, .*; look for NaN"),
     ],
 )
 def test_the_words_of_a_fault(kind: int, expert: int, words: str) -> None:
-    text = cuda.describe(kind, expert, 5, 1, SHAPE)
-    assert text.startswith("mok: ")
+    minus_infinity = 0xFF800000
+    text = faults.describe([kind, expert, 5, 1, 4, 2, minus_infinity, 0])
+    assert re.fullmatch(r"mok: .*, got .*; .*", text)
     assert re.search(words, text)
+
+
+def test_an_op_without_room_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**37))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2**30)
+    other, x_TH = RuntimeError("mok: another rule"), torch.empty(7, 2)
+    assert faults.out_of_memory(other, "forward", x_TH) is other
+    error = faults.out_of_memory(
+        RuntimeError("mok: no room for 4294967296 bytes"), "backward", x_TH
+    )
+    assert isinstance(error, torch.OutOfMemoryError)
+    for words in ("mok: the buffers of a backward of 7 tokens", "1.00 GiB free of 128.00 GiB"):
+        assert words in str(error)
+    for words in ("2.00 GiB in pieces", "buffer of 4.00 GiB (4294967296 bytes); lower --micro"):
+        assert words in str(error)
 
 
 # On a GPU: right.

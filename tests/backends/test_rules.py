@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,11 +48,11 @@ class Forward:
         return replace(self, weights=replace(self.weights, **{field: new}))
 
 
-def _first_token(*ids: int) -> Callable[[Tensor], Tensor]:
-    def edit(expert_TK: Tensor) -> Tensor:
-        expert_TK = expert_TK.clone()
-        expert_TK[0] = torch.tensor(ids)
-        return expert_TK
+def _first_token(*values: float) -> Callable[[Tensor], Tensor]:
+    def edit(choice_TK: Tensor) -> Tensor:
+        choice_TK = choice_TK.clone()
+        choice_TK[0] = torch.tensor(values)
+        return choice_TK
 
     return edit
 
@@ -78,6 +79,14 @@ FORWARD_FAULTS: dict[str, tuple[Callable[[Forward], Forward], str]] = {
     "duplicate": (
         lambda a: a.change("expert", _first_token(3, 3)),
         r"only once, got expert 3 at token 0, slots \[0, 1\] on expert parallel rank <rank>",
+    ),
+    "prob_is_nan": (
+        lambda a: a.change("expert", _first_token(2, 1)).change("prob", _first_token(1, math.nan)),
+        r"must be finite, got nan at token 0, slot 1 on expert parallel rank <rank>; look for NaN",
+    ),
+    "prob_is_infinite": (
+        lambda a: a.change("expert", _first_token(2, 1)).change("prob", _first_token(-math.inf, 1)),
+        r"must be finite, got -inf at token 0, slot 0 on expert parallel rank <rank>",
     ),
     "x_of_three_dimensions": (
         lambda a: a.change("x", lambda v: v[None]),

@@ -23,20 +23,30 @@ SOURCES = (
     "tests/csrc/route_on_host.cpp",
 )
 Ints = np.ndarray  # of int32
-OUT_OF_RANGE, DUPLICATE = 1, 2  # RouteFaultKind
+OUT_OF_RANGE, DUPLICATE, NOT_FINITE = 1, 2, 3  # RouteFaultKind
 WRONG_IDS = (-2, -(2**31), 2**31 - 1)  # and E
+WRONG_PROBS = np.array([np.nan, np.inf, -np.inf], np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """ids int32 [T, K]; `order` seeds which thread goes first at every collective."""
+    """ids int32 [T, K]; `wild` [T, K]: whose probability is not finite; `order` seeds which thread
+    goes first at every collective."""
 
     ids: Ints
+    wild: np.ndarray
     experts: int
     order: int
 
     def __str__(self) -> str:
-        return f"{self.experts} experts, order {self.order}, ids {self.ids.tolist()}"
+        wild = self.wild.nonzero()[0].tolist()
+        return f"{self.experts} experts, order {self.order}, ids {self.ids.tolist()}, wild {wild}"
+
+    @property
+    def probs(self) -> np.ndarray:
+        """fp32 [T, K], one value a slot, or one that is not finite."""
+        slots = np.arange(self.ids.size).reshape(self.ids.shape)
+        return np.where(self.wild, WRONG_PROBS[slots % 3], (slots + 1).astype(np.float32))
 
 
 class Router:
@@ -71,19 +81,23 @@ class Router:
         wrong = random.random(ids.shape) < _one(random, 0.0, 0.0, 0.02, 0.3)
         others = np.array([*WRONG_IDS, experts, *range(min(loaded, 4))], np.int32)
         ids[wrong] = others[random.integers(len(others), size=wrong.sum())]
-        return Choices(ids=ids, experts=experts, order=int(random.integers(2**31)))
+        wild = random.random(ids.shape) < _one(random, 0.0, 0.0, 0.0, 0.02)
+        return Choices(ids=ids, wild=wild, experts=experts, order=int(random.integers(2**31)))
 
     def failures(self, cases: Sequence[Choices]) -> list[tuple[int, str]]:
-        wanted = [expected(case.ids, case.experts) for case in cases]
+        wanted = [expected(case) for case in cases]
         rows = [
             (*case.ids.shape, case.experts, case.order, sum(map(len, words.values())))
             for case, words in zip(cases, wanted, strict=True)
         ]
         table = np.array(rows, np.int32).reshape(-1, 5)
         ids = np.concatenate([case.ids.ravel() for case in cases] or [np.empty(0, np.int32)])
+        probs = np.concatenate([case.probs.ravel() for case in cases] or [WRONG_PROBS])
         ends = table[:, 4].cumsum()
         out = np.full(ends[-1] if len(ends) else 0, -99, np.int32)
-        self._library.route_cases(_at(table), len(cases), _at(ids), _at(out))
+        self._library.route_cases(
+            _at(table), len(cases), _at(ids), _at(probs, np.float32), _at(out)
+        )
         everything = [np.concatenate(list(words.values())) for words in wanted]
         failing = []
         for index, (found, all_words) in enumerate(
@@ -97,9 +111,11 @@ class Router:
         tokens, choices = case.ids.shape
         for part in (tokens // 2, tokens // 4, 1):
             for first in range(0, tokens, part) if 0 < part < tokens else ():
-                yield replace(case, ids=np.delete(case.ids, slice(first, first + part), axis=0))
+                yield _without(case, slice(first, first + part), 0)
         for choice in range(choices) if choices > 1 else ():
-            yield replace(case, ids=np.delete(case.ids, choice, axis=1))
+            yield _without(case, choice, 1)
+        for slot in np.flatnonzero(case.wild):
+            yield replace(case, wild=_with(case.wild, slot, False))
         if case.experts > 1:
             yield replace(case, experts=case.experts // 2)
             yield replace(case, experts=case.experts - 1)
@@ -112,12 +128,14 @@ class Router:
             yield from (replace(case, order=order) for order in range(10))
 
 
-def expected(ids: Ints, experts: int) -> dict[str, Ints]:
-    """What route.cuh must write for the ids [T, K], in the order of route_on_host.cpp."""
+def expected(case: Choices) -> dict[str, Ints]:
+    """What route.cuh must write, in the order of route_on_host.cpp."""
+    ids, experts = case.ids, case.experts
     tokens, choices = ids.shape
     flat, slots = ids.ravel(), np.arange(ids.size)
     known = (flat >= 0) & (flat < experts)
-    wrong = (flat < -1) | (flat >= experts) | (known & _twice(ids).ravel())
+    again, wild = _twice(ids).ravel(), case.wild.ravel()
+    wrong = (flat < -1) | (flat >= experts) | (known & (again | wild))
     column = np.where(wrong, experts, flat)
     count = np.bincount(column[column >= 0], minlength=experts + 1)
     start = np.concatenate([[0], (-(-count[:experts] // 128) * 128).cumsum()])
@@ -127,11 +145,13 @@ def expected(ids: Ints, experts: int) -> dict[str, Ints]:
     row = start[of] + np.arange(len(of)) - np.searchsorted(of, of)
     row_TK, slot_R = np.full(ids.size, -1), np.full(start[-1], -1)
     row_TK[order], slot_R[row] = row, order
-    fault = [0, 0, 0, 0]
+    fault = [0] * 7
     if wrong.any():
         first = slots[wrong][0]
-        kind = DUPLICATE if known[first] else OUT_OF_RANGE
+        kind = OUT_OF_RANGE if not known[first] else DUPLICATE if again[first] else NOT_FINITE
+        prob = case.probs.ravel()[first : first + 1].view(np.int32)[0]
         fault = [kind, flat[first], first // choices, first % choices]
+        fault += [experts, choices, prob]
     words = {
         "probabilities and the words around": [1],
         "fault": fault,
@@ -167,13 +187,18 @@ def _difference(found: Ints, wanted: dict[str, Ints]) -> str:
     return "nothing"
 
 
-def _with(ids: Ints, slot: int, value: int) -> Ints:
-    ids = ids.copy()
-    ids.flat[slot] = value
-    return ids
+def _with(array: np.ndarray, slot: int, value: int) -> np.ndarray:
+    array = array.copy()
+    array.flat[slot] = value
+    return array
 
 
-def _at(array: Ints) -> ctypes.c_void_p:
-    assert array.dtype == np.int32
+def _without(case: Choices, part: slice | int, axis: int) -> Choices:
+    ids, wild = (np.delete(array, part, axis=axis) for array in (case.ids, case.wild))
+    return replace(case, ids=ids, wild=wild)
+
+
+def _at(array: np.ndarray, dtype: type = np.int32) -> ctypes.c_void_p:
+    assert array.dtype == dtype
     assert array.flags.c_contiguous
     return ctypes.c_void_p(array.ctypes.data)

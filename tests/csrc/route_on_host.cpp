@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <numeric>
 #include <random>
 #include <vector>
 
@@ -173,7 +172,8 @@ std::vector<int> in_any_order(int count, int step) {
 }
 
 // The words of test_route.py's oracle; empty when a CTA stood still.
-std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t* ids) {
+std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t* ids,
+                            const float* probs) {
   const int slots = tokens * choices, chunks = mok::tiles_of(slots, mok::kChunk);
   const int columns = experts + 1, most = slots + 127 * min(slots, experts);
   Buffer<int32_t> id(slots), counts((chunks + 1) * columns), start(columns), count(experts);
@@ -181,7 +181,7 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
   Buffer<int32_t> shared_start(2), shared_count(1), faulty(1);
   Buffer<float> prob(slots), row_prob(most);
   std::copy(ids, ids + slots, id.data());
-  std::iota(prob.data(), prob.data() + slots, 1.0f);
+  std::copy(probs, probs + slots, prob.data());
   mok::RouteFault fault{};
   const mok::RouteArguments a{.expert_TK = id.data(),
                               .prob_TK = prob.data(),
@@ -235,7 +235,14 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
     const int from = slot.data()[i];
     right = right && row_prob.data()[i] == (from < 0 || from >= slots ? 0.0f : prob.data()[from]);
   }
-  std::vector<int32_t> words{right, fault.kind, fault.expert, fault.token, fault.choice};
+  std::vector<int32_t> words{right,
+                             fault.kind,
+                             fault.expert,
+                             fault.token,
+                             fault.choice,
+                             fault.experts,
+                             fault.choices,
+                             std::bit_cast<int32_t>(fault.prob)};
   const auto add = [&](Buffer<int32_t>& b, int n) {
     words.insert(words.end(), b.data(), b.data() + n);
   };
@@ -254,14 +261,16 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
 // cases: tokens, choices, experts, seed of the order of things, room in `out`, for each. Where the
 // words do not fill the room, the first is -1 (they are too few or too many) or -2 (a CTA stood
 // still).
-extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* ids, int32_t* out) {
+extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* ids,
+                            const float* probs, int32_t* out) {
   for (; count > 0; --count, cases += 5) {
     draw.seed(static_cast<uint32_t>(cases[3]));
-    const std::vector<int32_t> words = routed(cases[0], cases[1], cases[2], ids);
+    const std::vector<int32_t> words = routed(cases[0], cases[1], cases[2], ids, probs);
     const size_t room = static_cast<size_t>(cases[4]);
     std::copy_n(words.begin(), min(words.size(), room), out);
     if (words.size() != room) *out = words.empty() ? -2 : -1;
     ids += cases[0] * cases[1];
+    probs += cases[0] * cases[1];
     out += room;
   }
 }

@@ -21,13 +21,21 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Router:
 
 
 def test_the_oracle_by_hand() -> None:
-    words = expected(np.array([[1, -1], [1, 0], [0, 0], [5, 1]], np.int32), 2)
-    assert words["fault"].tolist() == [2, 0, 2, 1]
+    ids = np.array([[1, -1], [1, 0], [0, 0], [5, 1]], np.int32)
+    case = Choices(ids=ids, wild=np.zeros(ids.shape, bool), experts=2, order=0)
+    words = expected(case)
+    six = int(np.float32(6).view(np.int32))
+    assert words["fault"].tolist() == [2, 0, 2, 1, 2, 2, six]
     assert words["faulty"].tolist() == [2]
     assert words["row_start"].tolist() == [0, 128, 256]
     assert words["row_count"].tolist() == [2, 3]
     assert words["row_TK"].tolist() == [128, -1, 129, 0, 1, -1, -1, 130]
     assert words["slot_R"][[0, 1, 2, 128, 129, 130, 131]].tolist() == [3, 4, -1, 0, 2, 7, -1]
+    case.wild[1, 0] = case.wild[0, 1] = True  # the other slot is empty
+    words = expected(case)
+    assert words["fault"].tolist() == [3, 1, 1, 0, 2, 2, int(np.float32(-np.inf).view(np.int32))]
+    assert words["faulty"].tolist() == [3]
+    assert words["row_count"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -37,8 +45,10 @@ def test_the_oracle_by_hand() -> None:
 def test_sizes_at_the_edges(router: Router, tokens: int, choices: int, experts: int) -> None:
     random = np.random.default_rng(tokens)
     ids = np.argsort(random.random((tokens, experts)), axis=1)[:, :choices].astype(np.int32)
+    wild = np.zeros(ids.shape, bool)
     for order in range(3):
-        assert not router.failures([Choices(ids=ids, experts=experts, order=order)])
+        wild[-1, -1] = order == 2
+        assert not router.failures([Choices(ids=ids, wild=wild, experts=experts, order=order)])
 
 
 def test_random_choices(router: Router) -> None:
@@ -49,8 +59,8 @@ def test_random_choices(router: Router) -> None:
 
 def test_drawn_cases_have_everything_in_them(router: Router) -> None:
     cases = [drawn(router, 0, index) for index in range(500)]
-    faults = [expected(case.ids, case.experts)["fault"][0] for case in cases]
-    assert min(faults.count(kind) for kind in (0, 1, 2)) > 20
+    faults = [expected(case)["fault"][0] for case in cases]
+    assert min(faults.count(kind) for kind in (0, 1, 2, 3)) > 20
     assert sum(case.ids.size > 512 for case in cases) > 20, "of several chunks"
     assert sum(case.experts > 64 for case in cases) > 20
     assert sum(bool((case.ids == -1).all()) for case in cases) > 20
@@ -78,6 +88,11 @@ SEEDS = {
     "the choice before is not looked at": (
         "other < slot; ++other",
         "other < slot - 1; ++other",
+        "fault",
+    ),
+    "an infinite probability is like any other": (
+        "prob - prob == 0.0f",
+        "prob == prob",
         "fault",
     ),
     "padding has a row too many": (

@@ -1,0 +1,149 @@
+"""What the device found wrong in a call, and how the host says it.
+
+The device writes the first fault into pinned host memory and fills the call's results with NaN; the
+host reads one word there, without waiting: in each call, and before an optimizer changes anything.
+For that, every step of a torch.optim.Optimizer (Megatron's optimizers hold one each) first waits
+for the current stream, which Megatron's reading of the gradient norm has done just before. So no
+parameter changes after a fault on this rank. On other ranks the gradient norm is NaN then, which
+Megatron's --check-for-nan-in-loss-and-grad (its default) stops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import struct
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mok_megatron.backends.rules import not_finite
+from mok_megatron.contract import OVERFULL
+
+_DUPLICATE, _NOT_FINITE = 2, 3  # RouteFaultKind in csrc/layer_arguments.h
+_TOKENS, _ROWS = 6, 7  # ExchangeFaultKind in csrc/exchange_arguments.h; and 1 to 5:
+_FIELDS: dict[int, tuple[str, dict[int, str]]] = {
+    1: ("layer", {}),
+    2: ("direction", {1: "forward", 2: "backward"}),
+    3: ("forward call", {}),
+    4: ("row buffers of", {}),
+    5: ("fingerprint of shape, flags and version", {}),
+}
+_NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
+
+
+class Found:
+    """Whether the device has found a fault, by a look at two words in pinned memory."""
+
+    def __init__(self) -> None:
+        ops = torch.ops.mok_megatron
+        addresses = (ops.route_fault_address(), ops.exchange_fault_address())
+        self._kinds = [ctypes.c_int32.from_address(address) for address in addresses]
+
+    @property
+    def value(self) -> bool:
+        return any(kind.value for kind in self._kinds)
+
+
+@cache
+def record() -> Found:
+    """Of this process; from now on every optimizer step looks at it too. Needs the library."""
+    found = Found()
+
+    def before_step(*_: object) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+            if found.value:
+                raise_found()
+
+    register_optimizer_step_pre_hook(before_step)
+    return found
+
+
+def raise_found() -> None:
+    """Raises RuntimeError for the first fault of the choices, or of a call of several ranks, if
+    there is one, and forgets it."""
+    if (words := torch.ops.mok_megatron.take_route_fault())[0]:
+        raise RuntimeError(describe(words))
+    if (words := torch.ops.mok_megatron.take_exchange_fault())[0]:
+        raise RuntimeError(describe_call(words))
+
+
+def describe(words: Sequence[int]) -> str:
+    """The words of a fault: kind, expert, token, slot, E and K of the call, bits of the
+    probability, and the most tokens of a rank where there are several: tokens count on then."""
+    kind, expert, token, slot, experts, choices, bits, most = words
+    rank = f", on expert parallel rank {token // most}" if most else ""
+    token = token % most if most else token
+    where = f"at token {token}, slot {slot}{rank}, in an earlier call on this GPU"
+    remedy = "make the ids with mok_megatron.function.top_k_choices"
+    if kind == _NOT_FINITE:
+        (prob,) = struct.unpack("<f", bits.to_bytes(4, "little"))
+        text = not_finite(prob, where)
+    elif kind == _DUPLICATE:
+        text = (
+            f"a token may choose an expert only once, got expert {expert} again {where}; {remedy}"
+        )
+    elif expert == OVERFULL:
+        text = (
+            f"a token may choose at most {choices} experts, got more routes {where}; "
+            "set --moe-router-topk to what the router really chooses"
+        )
+    else:
+        text = f"an expert id must be -1 or in [0, {experts}), got {expert} {where}; {remedy}"
+    return f"mok: {text}. That call's results are NaN"
+
+
+def describe_call(words: Sequence[int]) -> str:
+    """The words of a fault of several ranks, the same on all: kind, rank, its value, what it should
+    be, and the rows of a rank when all have as many."""
+    kind, rank, value, wanted, balanced = words
+    where = f"on expert parallel rank {rank}, in an earlier call on this GPU"
+    if kind == _TOKENS:
+        text = (
+            f"a rank may bring at most {wanted} tokens, got {value} {where}; "
+            f"set --mok-max-tokens to {value} or more"
+        )
+    elif kind == _ROWS:
+        text = (
+            f"the rows of a rank must fit its buffers, of {wanted} rows, got {value} with padding "
+            f"{where}; set --mok-row-budget to {math.ceil(100 * value / balanced) / 100} or more, "
+            "or balance the router's load"
+        )
+    else:
+        field, names = _FIELDS[kind]
+        text = (
+            "all expert parallel ranks must make the same calls in the same order, got "
+            f"{field} {names.get(value, value)} {where}, and {names.get(wanted, wanted)} on rank "
+            "0; look for a rank that skips a layer or a microbatch, or runs with other flags or "
+            "another version"
+        )
+    return f"mok: {text}. That call's results are NaN"
+
+
+def out_of_memory(error: RuntimeError, direction: str, x_TH: Tensor) -> RuntimeError:
+    """The error of an op; when it found no room for a buffer, with what there is and what to do.
+
+    x_TH [T, H]: the call's tokens.
+    """
+    found = _NO_ROOM.search(str(error))
+    if found is None:
+        return error
+    wanted = int(found[1])
+    free, total = torch.cuda.mem_get_info(x_TH.device)
+    cached = torch.cuda.memory_reserved(x_TH.device) - torch.cuda.memory_allocated(x_TH.device)
+    return torch.OutOfMemoryError(
+        f"mok: the buffers of a {direction} of {len(x_TH)} tokens must fit in memory, got "
+        f"{_gib(free)} free of {_gib(total)}, and {_gib(cached)} in pieces in torch's cache, for a "
+        f"buffer of {_gib(wanted)} ({wanted} bytes); lower --micro-batch-size, keep less with "
+        "--recompute-granularity selective --recompute-modules moe, or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. The call has changed nothing"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,301 @@
+"""Several expert parallel ranks on one GPU (cuda_ranks.py): the bytes of one rank, whatever the
+number of ranks, their tokens, their SMs, and who comes first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok_megatron.backends import faults
+from tests.backends import cuda_cases as cases
+from tests.backends import cuda_ranks as virtual
+from tests.backends.cuda_cases import Problem, Result
+from tests.batches import Case
+
+gpu = pytest.mark.gpu
+CASE = Case(
+    seed=31,
+    hidden=256,
+    ffn=192,
+    shared_ffn=128,
+    num_experts=16,
+    top_k=4,
+    tokens=(600,),
+    load="zipf",
+    dtype=torch.bfloat16,
+)
+
+
+# What is said of a call: no GPU needed.
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((1, 3, 7, 6), "got layer 7 on expert parallel rank 3, .* and 6 on rank 0; look for a"),
+        ((2, 1, 2, 1), "got direction backward on .* rank 1, .* and forward on rank 0"),
+        ((3, 1, 9, 8), "got forward call 9 on expert parallel rank 1, .* and 8 on rank 0"),
+        ((4, 2, 256, 128), "got row buffers of 256 on expert parallel rank 2"),
+        ((5, 2, 1, 2), "got fingerprint of shape, flags and version 1 on .* rank 2"),
+        ((6, 1, 17, 16), "at most 16 tokens, got 17 on .* rank 1, .*; set --mok-max-tokens to 17"),
+        ((7, 0, 100, 40), "of 40 rows, got 100 .* rank 0, .*set --mok-row-budget to 3.13 or more"),
+    ],
+)
+def test_a_fault_of_a_call_names_rank_values_and_remedy(words: tuple[int, ...], text: str) -> None:
+    with pytest.raises(AssertionError, match=f"^mok: .*{text}.* That call's results are NaN$"):
+        raise AssertionError(faults.describe_call([*words, 32]))
+
+
+def test_a_bad_choice_is_named_by_its_rank() -> None:
+    text = faults.describe([1, 8, 2 * 16 + 5, 1, 8, 2, 0, 16])
+    assert "got 8 at token 5, slot 1, on expert parallel rank 2, in an earlier call" in text
+
+
+# The invariants.
+
+
+def _ragged(total: int, ranks: int, seed: int) -> list[int]:
+    """Tokens of each rank, some of them none."""
+    draw = random.Random(seed)
+    cuts = sorted(draw.choice([0, total, draw.randint(0, total)]) for _ in range(ranks - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def _whole(problem: Problem, dtype: torch.dtype, *, accumulate: bool) -> Result:
+    into = problem.places(dtype, accumulate=accumulate)
+    return cases.call(cases.cuda_backend(problem.shape), problem, into)
+
+
+def _check(
+    problem: Problem,
+    tokens: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    accumulate: bool = True,
+    group: virtual.Group | None = None,
+    whole: Result | None = None,
+    order: Sequence[int] | None = None,
+) -> list[Result]:
+    """The ranks' results, which are those of one rank."""
+    parts = virtual.split(problem, tokens)
+    into = virtual.places(parts, problem.places(dtype, accumulate=accumulate))
+    group = group or virtual.Group.of(parts[0].shape, max(tokens))
+    cases.poison()
+    torch.cuda.synchronize()
+    results = group.call(parts, into, order=order)
+    whole = whole or _whole(problem, dtype, accumulate=accumulate)
+    found = virtual.different(whole, results, problem.case.num_experts)
+    assert found == [], (problem.case, tokens)
+    return results
+
+
+@gpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("shared", [0, 128])
+def test_any_number_of_ranks_gives_the_bytes_of_one(ranks: int, shared: int) -> None:
+    problem = Problem.of(replace(CASE, shared_ffn=shared))
+    even = [600 // ranks] * ranks
+    _check(problem, even)
+    _check(problem, _ragged(600, ranks, ranks), dtype=torch.bfloat16, accumulate=False)
+
+
+@gpu
+@pytest.mark.parametrize("load", ["balanced", "one_expert", "half_empty", "tile_edges", "nothing"])
+def test_loads(load: str) -> None:
+    problem = Problem.of(replace(CASE, load=load))
+    for ranks in (2, 8):
+        _check(problem, [600 // ranks] * ranks, accumulate=False)
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [(600, 0), (0, 600), (1, 0, 0, 599), (0, 0, 0, 0, 600, 0, 0, 0)])
+def test_ranks_without_tokens(tokens: tuple[int, ...]) -> None:
+    for accumulate in (False, True):
+        _check(Problem.of(CASE), tokens, accumulate=accumulate)
+
+
+@gpu
+def test_no_tokens_anywhere() -> None:
+    problem = Problem.of(replace(CASE, load="no_tokens"))
+    parts = virtual.split(problem, (0, 0))
+    into = virtual.places(parts, problem.places(torch.float32, accumulate=False))
+    group = virtual.Group.of(parts[0].shape, 5)
+    for result in group.call(parts, into):
+        assert result.y_TH.shape == result.dx_TH.shape == (0, CASE.hidden)
+        assert not any(bool(w.any()) for w in result.dw)
+
+
+@gpu
+def test_all_tokens_to_one_rank() -> None:
+    problem = Problem.of(CASE)
+    last = CASE.num_experts - CASE.num_experts // 4
+    ids = torch.arange(CASE.top_k, dtype=torch.int32, device=cases.DEVICE) + last
+    problem = replace(problem, expert_TK=ids.expand(600, -1).contiguous())
+    _check(problem, (150,) * 4)
+
+
+@gpu
+@pytest.mark.parametrize(("ctas", "ahead"), [(1, 0), (3, 1), (8, 100), (16, 2)])
+def test_neither_share_nor_order_of_the_work_changes_a_byte(ctas: int, ahead: int) -> None:
+    problem = Problem.of(CASE)
+    group = virtual.Group.of(replace(problem.shape, ep_size=8), 75, ctas=ctas, ahead=ahead)
+    _check(problem, (75,) * 8, group=group)
+
+
+@gpu
+def test_calls_in_any_order_of_ranks_and_near_the_end_of_epochs() -> None:
+    """40 calls of 4 ranks over the same workspaces, with other routings, loads and tokens."""
+    base = Problem.of(CASE)
+    group = virtual.Group.of(replace(base.shape, ep_size=4), 600, epoch=2**32 - 20)
+    draw = random.Random(5)
+    for call in range(20):  # forward and backward each
+        order = draw.sample(range(4), 4)
+        _check(base.rerouted(call), _ragged(600, 4, call), group=group, order=order)
+
+
+@gpu
+def test_a_hundred_repeats_are_the_same_bytes() -> None:
+    problem = Problem.of(CASE)
+    group = virtual.Group.of(replace(problem.shape, ep_size=2), 300)
+    whole = _whole(problem, torch.float32, accumulate=True)
+    for _ in range(100):
+        _check(problem, (300, 300), group=group, whole=whole)
+
+
+@gpu
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    problem = Problem.of(CASE)
+    parts = virtual.split(problem, (300, 300))
+    group = virtual.Group.of(parts[0].shape, 300)
+    whole = _whole(problem, torch.float32, accumulate=True)
+    for late in (0, 1):
+        into = virtual.places(parts, problem.places(torch.float32, accumulate=True))
+        with torch.cuda.stream(group.streams[late]):
+            torch.cuda._sleep(50_000_000)
+        found = virtual.different(whole, group.call(parts, into), CASE.num_experts)
+        assert found == [], late
+
+
+@gpu
+def test_forwards_before_their_backwards() -> None:
+    """Two microbatches under way, and a backward in the order of neither."""
+    problems = [Problem.of(CASE), Problem.of(CASE).rerouted(3)]
+    split = [virtual.split(problem, (200, 400)) for problem in problems]
+    group = virtual.Group.of(split[0][0].shape, 400)
+    forwards = [group.forward(parts) for parts in split]
+    for which in (1, 0):
+        problem, parts = problems[which], split[which]
+        into = virtual.places(parts, problem.places(torch.float32, accumulate=True))
+        contexts = [context for _, context in forwards[which]]
+        gradients = group.backward(parts, contexts, into)
+        torch.cuda.synchronize()
+        whole = _whole(problem, torch.float32, accumulate=True)
+        dx_TH = torch.cat([g.dx_TH for g in gradients])
+        assert cases.same(dx_TH, whole.dx_TH)
+        y_TH = torch.cat([y_TH for y_TH, _ in forwards[which]])
+        assert cases.same(y_TH, whole.y_TH)
+
+
+@gpu
+def test_replays_of_a_graph_and_eager_calls_in_turn() -> None:
+    """A graph of both ranks, replayed with new routings between eager calls in odd numbers."""
+    problem = Problem.of(CASE)
+    group = virtual.Group.of(replace(problem.shape, ep_size=2), 300)
+    static = virtual.split(problem, (300, 300))
+
+    def run() -> list[Tensor]:
+        return [y_TH for y_TH, _ in group.forward(static)]
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for seed in range(30):
+        new = problem.rerouted(seed)
+        parts = virtual.split(new, (300, 300))
+        for ours, theirs in zip(static, parts, strict=True):
+            ours.expert_TK.copy_(theirs.expert_TK)
+            ours.prob_TK.copy_(theirs.prob_TK)
+        graph.replay()
+        backend = cases.cuda_backend(new.shape)
+        wanted, _ = backend.forward(new.x_TH, new.expert_TK, new.prob_TK, new.weights)
+        assert cases.same(torch.cat(found), wanted), seed
+        for _ in range(seed % 3):
+            eager = torch.cat(run())
+            torch.cuda.synchronize()
+            assert cases.same(eager, wanted), seed
+
+
+# Faults, which all ranks find in the same call.
+
+
+def _raises_once(group: virtual.Group, words: str) -> None:
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=words):
+        group.backends[0].check()
+    group.backends[1].check()
+
+
+def _all_nan(results: Sequence[tuple[Tensor, object]]) -> bool:
+    return all(bool(y_TH.isnan().all()) for y_TH, _ in results)
+
+
+@gpu
+def test_too_many_rows_for_a_rank_is_a_fault_on_all() -> None:
+    problem = Problem.of(replace(CASE, load="one_expert"))
+    parts = virtual.split(problem, (300, 300))
+    group = virtual.Group.of(parts[0].shape, 300, budget=1.0)
+    one = replace(parts[0], expert_TK=torch.zeros_like(parts[0].expert_TK) - 1)
+    few = [one, replace(one, x_TH=parts[1].x_TH)]
+    ids = torch.arange(4, dtype=torch.int32, device=cases.DEVICE).expand(300, -1).contiguous()
+    many = [replace(part, expert_TK=ids) for part in parts]
+    assert not _all_nan(group.forward(few))
+    assert _all_nan(group.forward(many))
+    _raises_once(group, r"buffers of \d+ rows, got 2432 .* rank 0, .*set --mok-row-budget to 2.03")
+    assert not _all_nan(group.forward(few))
+
+
+@gpu
+def test_a_rank_that_makes_another_call_is_a_fault_on_all() -> None:
+    problem = Problem.of(CASE)
+    parts = virtual.split(problem, (300, 300))
+    group = virtual.Group.of(parts[0].shape, 300)
+    space, _ = group.backends[1]._ranks._given
+    group.backends[1]._ranks._given = (space, 2)
+    assert _all_nan(group.forward(parts))
+    _raises_once(group, "got layer 2 on expert parallel rank 1, .* and 1 on rank 0")
+    group.backends[1]._ranks._given = (space, 1)
+    first, second = (group.forward(parts) for _ in range(2))
+    mixed = [first[0][1], second[1][1]]
+    into = virtual.places(parts, problem.places(torch.float32, accumulate=True))
+    gradients = group.backward(parts, mixed, into)
+    torch.cuda.synchronize()
+    assert all(bool(g.dx_TH.isnan().all() and g.dprob_TK.isnan().all()) for g in gradients)
+    _raises_once(group, "got forward call 3 on expert parallel rank 1, .* and 2 on rank 0")
+    _check(problem, (300, 300), group=group)
+
+
+@gpu
+def test_more_tokens_than_the_limit_is_a_fault_on_all() -> None:
+    parts = virtual.split(Problem.of(CASE), (300, 300))
+    group = virtual.Group.of(parts[0].shape, 299)
+    assert _all_nan(group.forward(parts))
+    _raises_once(group, "at most 299 tokens, got 300 on expert parallel rank 0")
+
+
+@gpu
+def test_a_bad_id_spoils_the_call_on_all() -> None:
+    problem = Problem.of(CASE)
+    parts = virtual.split(problem, (200, 400))
+    group = virtual.Group.of(parts[0].shape, 400)
+    ids = parts[1].expert_TK.clone()
+    ids[7, 2] = CASE.num_experts
+    assert _all_nan(group.forward([parts[0], replace(parts[1], expert_TK=ids)]))
+    _raises_once(group, "got 16 at token 7, slot 2, on expert parallel rank 1")
+    _check(problem, (200, 400), group=group)
