@@ -151,6 +151,7 @@ Setup drawn_setup(Random& random, int seed) {
   s.ahead = 1 + below(random, 3);
   s.token_tile = 1 + below(random, 2);
   s.shared = below(random, 2) != 0;
+  s.all_in_first = below(random, 2) != 0;
   s.seed = seed;
   constexpr uint32_t kEpochs[4] = {0, 1, 0xfffffffd, 0xfffffffe};
   s.epoch = kEpochs[below(random, 4)];
@@ -187,8 +188,16 @@ Setup drawn_setup(Random& random, int seed) {
 // Two ranks of one expert each, two calls; `tokens` of rank 1, and so on.
 Setup small_setup(const int32_t* words) {
   Setup s;
-  int32_t* const places[] = {&s.ranks, &s.local, &s.choices, &s.most,  &s.ctas,
-                             &s.slots, &s.depth, &s.n0,      &s.ahead, &s.seed};
+  int32_t* const places[] = {&s.ranks,
+                             &s.local,
+                             &s.choices,
+                             &s.most,
+                             &s.ctas,
+                             &s.slots,
+                             &s.depth,
+                             &s.n0,
+                             &s.ahead,
+                             &s.seed};
   for (int32_t* const place : places) *place = *words++;
   s.n1 = s.n0;
   const int calls = *words++, kind = *words++;

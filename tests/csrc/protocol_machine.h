@@ -193,10 +193,8 @@ class Machine {
   const Call& what(int r) { return s.calls[s.order[r][call(r)]]; }
   // Cells and signals hold a call's number on its rank, from 1; the kernels compare its epoch.
   Word now(int r) { return call(r) + 1; }
-  uint32_t epoch(Word number) const { return number == 0 ? 0 : epochs[number]; }
-  int generation(int r) {
-    return s.seed == kOneGeneration ? 0 : epoch(now(r)) % mok::kGenerations;
-  }
+  uint32_t epoch(Word number) const { return number == 0 ? 0 : epochs[number]; }  // 0: zeroed
+  int generation(int r) { return s.seed == kOneGeneration ? 0 : epoch(now(r)) % mok::kGenerations; }
   static Word unseen(Word number) { return number | 0x8000; }
   static void make_visible(Word& cell) { cell &= 0x7fff; }
 
@@ -207,8 +205,8 @@ class Machine {
   }
   void wrong(const char* text, int r) {
     if (fault.empty())
-      fault = std::string(text) + ": rank " + std::to_string(r) + ", call " +
-              std::to_string(call(r));
+      fault =
+          std::string(text) + ": rank " + std::to_string(r) + ", call " + std::to_string(call(r));
   }
   void read(Word cell, int r, const char* text) {
     if (cell != now(r)) wrong(text, r);
@@ -270,7 +268,7 @@ class Machine {
     if (phase(r) != kGather || (begun(r) & bit)) return false;
     const int g = generation(r), at = s.seed == kWrongGeneration ? 1 - g : g;
     const Word seen = start_epoch(r, at, p);
-    if (seen == 0 || epoch(seen) != epoch(now(r))) return false;
+    if (epoch(seen) != epoch(now(r))) return false;
     read(start(r, at, p), r, "gather reads a start that is not this call's");
     return set(begun(r), begun(r) | bit);
   }
@@ -405,7 +403,7 @@ class Machine {
         continue;
       }
       const Word seen = arrived(r, piece.at);
-      if (seen == 0 || (s.seed != kAnyArrival && epoch(seen) != epoch(now(r)))) return false;
+      if (s.seed == kAnyArrival ? seen == 0 : epoch(seen) != epoch(now(r))) return false;
     }
     if (s.shared && block(r, w.blocks() + t / mok::kRowTile).done1 < s.n1) return false;
     for (const Work::Piece& piece : w.pieces[t]) {
@@ -419,8 +417,8 @@ class Machine {
   }
 
   bool store(int r, Cta& a) {
-    const bool early = s.seed == kEarlyDone, make = early ? a.announced > a.made
-                                                          : a.announced == a.made;
+    const bool early = s.seed == kEarlyDone,
+               make = early ? a.announced > a.made : a.announced == a.made;
     const Word at = make ? a.made : a.announced;
     if (at == a.multiplied) return false;
     if (!make && s.seed == kOwedAnnounce && a.multiplied == a.made &&
@@ -442,32 +440,26 @@ class Machine {
   bool mover(int r, Cta& a) {
     if (a.status != 1 || a.no_moves) return false;
     const Work& w = work(r);
-    const int pulls = static_cast<int>(w.rows.size());
     if (a.stage == kNothing) {
-      if (move_tickets(r) == w.moves()) {
+      if (move_tickets(r) == static_cast<int>(w.moves.size())) {
         return a.under_way > 0 ? settle(r, a) : set(a.no_moves, 1);
       }
       if (a.under_way == s.depth) return settle(r, a);
       a.move = move_tickets(r)++;
-      if (s.seed == kPushFirst) {
-        const int homes = static_cast<int>(w.pushes.size());
-        a.move = a.move < homes ? pulls + a.move : a.move - homes;
-      }
-      a.stage = kInHand;
-      if (a.move >= pulls) return true;
+      const Work::Move& move = w.moves[a.move];
+      if (move.home) return set(a.stage, kInHand);
+      read_tokens(r, move.at);
+      if (s.seed == kEarlyReady) ++block(r, w.rows[move.at].block).ready;
+      a.flight[a.under_way++] = move.at;
+      return true;
     }
-    if (a.move >= pulls) {
-      if (a.under_way > 0 && s.seed != kUnsettled) return settle(r, a);
-      return push(r, a, w.pushes[a.move - pulls]);
-    }
-    read_tokens(r, a.move);
-    if (s.seed == kEarlyReady) ++block(r, w.rows[a.move].block).ready;
-    a.flight[a.under_way++] = a.move;
-    return set(a.stage, kNothing);
+    if (a.under_way > 0 && s.seed != kUnsettled) return settle(r, a);
+    return push(r, a, w.moves[a.move].at);
   }
 
   void read_tokens(int r, int at) {
-    read(x(work(r).rows[at].rank, generation(r)), r, "a pull reads tokens that are not this call's");
+    read(
+        x(work(r).rows[at].rank, generation(r)), r, "a pull reads tokens that are not this call's");
   }
 
   bool settle(int r, Cta& a) {  // of the oldest copy

@@ -41,7 +41,7 @@ enum Seed : int {
   kDroppedArrival,   // the last row of a push is not announced
   kEarlyArrival,     // a row is announced before it has arrived
   kPushEarly,        // a push does not wait for its tiles
-  kPushFirst,        // moves are taken pushes first
+  kPushFirst,        // an expert's rows are pushed before the next one's are brought
   kUnsettled,        // a mover waits for tiles while rows it has brought are not announced
   kOwedAnnounce,     // store announces a tile when it has the next
   kEarlyReady,       // rows are announced when their copy is issued
@@ -61,7 +61,7 @@ enum Seed : int {
 struct Call {  // what a rank brings; equal on all ranks but tokens and choices
   int layer = 0;
   bool backward = false;
-  std::vector<int> tokens;              // [P]
+  std::vector<int> tokens;               // [P]
   std::vector<std::vector<int>> choice;  // [P][T · K] expert, -1: none
 };
 
@@ -69,6 +69,7 @@ struct Setup {
   int ranks = 2, local = 1, choices = 1, most = 1;  // most: Tmax
   int ctas = 1, slots = 1, depth = 1;               // depth: copies that a mover has under way
   int n0 = 1, n1 = 1, ahead = 1, token_tile = 1;
+  bool all_in_first = true;  // moves: every row in before one goes home; else in turn, with a lag
   bool shared = false;
   uint32_t epoch = 0;  // of the workspace before the first call
   std::vector<Call> calls;
@@ -90,7 +91,11 @@ struct Work {
   std::vector<Row> rows;               // in schedule order
   std::vector<std::vector<int>> away;  // [block] rows of other ranks' tokens
   std::vector<int> brought;            // [block] rows
-  std::vector<int> pushes;             // blocks with rows that go away
+  struct Move {
+    bool home;
+    int at;  // row, or block
+  };
+  std::vector<Move> moves;  // by ticket
   struct Piece {
     bool here;
     int at;  // block here, or slot
@@ -98,7 +103,6 @@ struct Work {
   std::vector<std::vector<Piece>> pieces;  // [token]
 
   int blocks() const { return static_cast<int>(brought.size()); }
-  int moves() const { return static_cast<int>(rows.size() + pushes.size()); }
 };
 
 inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
@@ -126,8 +130,19 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
     ++w.brought[w.rows[i].block];
     if (w.rows[i].rank != rank) w.away[w.rows[i].block].push_back(i);
   }
-  for (int b = 0; b < blocks; ++b)
-    if (!w.away[b].empty()) w.pushes.push_back(b);
+  const auto move = [&](int expert, bool home) {
+    if (expert < 0 || expert >= s.local) return;
+    const int begin = w.start[expert] / mok::kRowTile, end = w.start[expert + 1] / mok::kRowTile;
+    for (int b = begin; b < end && home; ++b)
+      if (!w.away[b].empty()) w.moves.push_back({true, b});
+    for (int i = 0; i < static_cast<int>(w.rows.size()) && !home; ++i)
+      if (w.rows[i].block >= begin && w.rows[i].block < end) w.moves.push_back({false, i});
+  };
+  const int lag = s.seed == kPushFirst ? 1 : s.all_in_first ? s.local : s.ahead + 1;
+  for (int step = 0; step < s.local + lag; ++step) {
+    move(step, false);
+    move(step - lag, true);
+  }
   for (int t = 0; t < static_cast<int>(w.pieces.size()) && !refused; ++t) {
     for (int k = 0; k < s.choices; ++k) {
       const int slot = t * s.choices + k, expert = call.choice[rank][slot];
@@ -160,8 +175,7 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
     w.first[i + 1] = w.first[i] + mok::segment_tiles(shape, mok::segment_at(shape, i));
   const mok::Plan plan{shape, w.first.data()};
   int segment = 0;
-  for (int ticket = 0; ticket < plan.count(); ++ticket)
-    w.tiles.push_back(plan.at(ticket, segment));
+  for (int ticket = 0; ticket < plan.count(); ++ticket) w.tiles.push_back(plan.at(ticket, segment));
   return w;
 }
 
