@@ -17,9 +17,13 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = (
     "csrc/arguments.h",
+    "csrc/check.h",
     "csrc/layer_arguments.h",
+    "csrc/workspace.h",
+    "csrc/exchange_arguments.h",
     "csrc/device/schedule.cuh",
     "csrc/device/route.cuh",
+    "csrc/device/view.cuh",
     "tests/csrc/route_on_host.cpp",
 )
 Ints = np.ndarray  # of int32
@@ -50,12 +54,14 @@ class Choices:
 
 
 class Router:
-    """The library of route_on_host.cpp; `old` becomes `new` in route.cuh."""
+    """The library of route_on_host.cpp; `old` becomes `new` in the file `edited`."""
 
-    def __init__(self, tree: pathlib.Path, old: str = "", new: str = "") -> None:
+    def __init__(
+        self, tree: pathlib.Path, old: str = "", new: str = "", edited: str = "route.cuh"
+    ) -> None:
         for source in SOURCES:
             text = (ROOT / source).read_text()
-            if old and source.endswith("route.cuh"):
+            if old and source.endswith(edited):
                 assert text.count(old) == 1, f"the seed no longer fits: {old}"
                 text = text.replace(old, new)
             (tree / source).parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +159,7 @@ def expected(case: Choices) -> dict[str, Ints]:
         fault = [kind, flat[first], first // choices, first % choices]
         fault += [experts, choices, prob]
     words = {
-        "probabilities and the words around": [1],
+        "probabilities, views, and the words around": [1],
         "fault": fault,
         "faulty": count[experts:],
         "shared_start and shared_count": [0, -(-tokens // 128) * 128, tokens],

@@ -1,7 +1,7 @@
-// route.cuh on the host, many cases in one call. A CUDA thread is a stack of its own; at a
-// collective it gives way, and which of those that may go on does is drawn, so what a missing
-// barrier leaves open happens in one order and in the other. Buffers have words around them that
-// must stay as they are.
+// route.cuh on the host, many cases in one call. A CUDA thread is a stack of
+// its own; at a collective it gives way, and which of those that may go on does
+// is drawn, so what a missing barrier leaves open happens in one order and in
+// the other. Buffers have words around them that must stay as they are.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -85,7 +85,8 @@ void release(int count, int group, State waiting) {
   }
 }
 
-// Runs a CTA; false when it stands still, and then its threads are of no more use.
+// Runs a CTA; false when it stands still, and then its threads are of no more
+// use.
 bool launch(int count, const std::function<void()>& what) {
   static bool made = false;
   if (!made) make_threads();
@@ -94,7 +95,8 @@ bool launch(int count, const std::function<void()>& what) {
   blockDim.x = count;
   for (int thread = 0; thread < count; ++thread) threads[thread].state = State::kMayGoOn;
   for (;;) {
-    const unsigned first = draw(), stride = draw() | 1;  // odd: meets every thread, 2^n of them
+    const unsigned first = draw(),
+                   stride = draw() | 1;  // odd: meets every thread, 2^n of them
     bool moved = false, ended = true;
     for (int i = 0; i < count; ++i) {
       const int thread = (first + i * stride) % count;
@@ -142,7 +144,7 @@ static int __shfl_up_sync(uint32_t, int mine, int by) {
   return exchange(mine, [&](const int* value) { return value[lane < by ? lane : lane - by]; });
 }
 
-#include "device/route.cuh"
+#include "device/view.cuh"
 
 namespace {
 
@@ -169,6 +171,91 @@ std::vector<int> in_any_order(int count, int step) {
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i) * step;
   std::shuffle(order.begin(), order.end(), draw);
   return order;
+}
+
+// Whether every rank's view of what `all` has placed is the part of it that it
+// should be, for some number of ranks among which tokens and experts can be
+// shared. start: scan_starts'.
+bool views_are_right(const mok::RouteArguments& all, const int32_t* start) {
+  std::vector<int> sizes;
+  for (int ranks = 1; ranks <= 8; ++ranks) {
+    if (all.experts % ranks == 0 && all.tokens % ranks == 0) sizes.push_back(ranks);
+  }
+  const int ranks = sizes[draw() % sizes.size()], local = all.experts / ranks;
+  const int slots = all.tokens / ranks * all.choices;
+  int most = 0, loaded = 0;  // rows, and of which rank
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int rows = start[(rank + 1) * local] - start[rank * local];
+    if (rows > most) loaded = rank;
+    most = max(most, rows);
+  }
+  const bool fits = most == 0 || draw() % 4 != 0;
+  const int room = fits ? most + static_cast<int>(draw() % 2) * 128 : most - 128;
+  bool right = true;
+  for (int rank = 0; rank < ranks && right; ++rank) {
+    const int tokens = max(0, all.tokens / ranks - static_cast<int>(draw() % 3));
+    Buffer<int32_t> row(tokens * all.choices), slot(room), next(all.experts + 1);
+    Buffer<int32_t> row_start(local + 1), row_count(local), shared(2), count(1), faulty(1);
+    Buffer<float> prob(room);
+    mok::RouteFault choice{};
+    mok::ExchangeFault fault{};
+    mok::ViewArguments a{.route = all,
+                         .peers = {.base = nullptr, .ranks = ranks, .rank = rank, .slots = slots},
+                         .tokens = tokens,
+                         .rows = room,
+                         .refused = nullptr,
+                         .record = &fault};
+    a.route.row_start = row_start.data();
+    a.route.row_count = row_count.data();
+    a.route.shared_start = shared.data();
+    a.route.shared_count = count.data();
+    a.route.faulty = faulty.data();
+    a.route.row_TK = row.data();
+    a.route.slot_R = slot.data();
+    a.route.prob_R = prob.data();
+    a.route.fault = &choice;
+    bool ran = launch(32, [&] { right = mok::within_budget(a, start, true) == fits && right; });
+    for (int chunk : in_any_order(all.chunks, 1))
+      ran = ran && launch(32, [&] { mok::view_chunk(a, chunk, start, next.data(), fits); });
+    ran = ran && (!fits || launch(32, [&] {
+            for (int e = 0; e < local; ++e) mok::view_padding(a, e, start);
+          }));
+    ran = ran && launch(32, [&] { mok::view_split(a, start, fits); });
+    if (!ran) return false;
+
+    const int first = rank * local, base = start[first], rows = start[first + local] - base;
+    const int used = fits ? rows : 0;
+    right = right && slot.untouched_from(used) && prob.untouched_from(used);
+    for (auto* b : {&row, &next, &row_start, &row_count, &shared, &count, &faulty})
+      right = right && b->intact();
+    for (int i = 0; i < used; ++i) {
+      right = right && slot.data()[i] == all.slot_R[base + i];
+      right = right && prob.data()[i] == all.prob_R[base + i];
+    }
+    for (int e = 0; e <= local; ++e)
+      right = right && row_start.data()[e] == (fits ? start[first + e] - base : 0);
+    for (int e = 0; e < local; ++e)
+      right = right && row_count.data()[e] == (fits ? all.row_count[first + e] : 0);
+    for (int i = 0; i < row.count(); ++i) {
+      const int there = all.row_TK[rank * slots + i];
+      const bool here = there >= base && there < base + rows;
+      const int wanted = !fits || there < 0 ? -1 : here ? there - base : mok::kElsewhere;
+      right = right && row.data()[i] == wanted;
+    }
+    const mok::ExchangeFault wanted =
+        fits ? mok::ExchangeFault{}
+             : mok::ExchangeFault{.kind = static_cast<int32_t>(mok::ExchangeFaultKind::kBudget),
+                                  .rank = loaded,
+                                  .value = most,
+                                  .wanted = room,
+                                  .balanced = slots};
+    right = right && fault.kind == wanted.kind && fault.rank == wanted.rank;
+    right = right && fault.value == wanted.value && fault.wanted == wanted.wanted;
+    right = right && fault.balanced == wanted.balanced;
+    right = right && faulty.data()[0] == (fits ? all.faulty[0] : 1);
+    right = right && count.data()[0] == tokens && shared.data()[1] == (tokens + 127) / 128 * 128;
+  }
+  return right;
 }
 
 // The words of test_route.py's oracle; empty when a CTA stood still.
@@ -235,6 +322,7 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
     const int from = slot.data()[i];
     right = right && row_prob.data()[i] == (from < 0 || from >= slots ? 0.0f : prob.data()[from]);
   }
+  if (right && draw() % 4 == 0) right = views_are_right(a, starts.data());
   std::vector<int32_t> words{right,
                              fault.kind,
                              fault.expert,
@@ -258,9 +346,9 @@ std::vector<int32_t> routed(int tokens, int choices, int experts, const int32_t*
 
 }  // namespace
 
-// cases: tokens, choices, experts, seed of the order of things, room in `out`, for each. Where the
-// words do not fill the room, the first is -1 (they are too few or too many) or -2 (a CTA stood
-// still).
+// cases: tokens, choices, experts, seed of the order of things, room in `out`,
+// for each. Where the words do not fill the room, the first is -1 (they are too
+// few or too many) or -2 (a CTA stood still).
 extern "C" void route_cases(const int32_t* cases, int32_t count, const int32_t* ids,
                             const float* probs, int32_t* out) {
   for (; count > 0; --count, cases += 5) {

@@ -100,10 +100,28 @@ SEEDS = {
         "row <= start[expert + 1];",
         "around",
     ),
+    "a view has the rows of the expert before": (
+        "column >= first && column < first + local",
+        "column >= first - 1 && column < first + local",
+        "views|died",
+        "view.cuh",
+    ),
+    "a view takes other ranks' tokens for its own": (
+        "mine < own_slots",
+        "mine < own_slots + 1",
+        "views|died",
+        "view.cuh",
+    ),
+    "the budget is one row tile more": (
+        "most <= a.rows",
+        "most <= a.rows + kRowTile",
+        "views|died",
+        "view.cuh",
+    ),
 }
 
 
-def _fuzz(rank: int, world: int, tree: str, edit: tuple[str, str], seed: int) -> None:
+def _fuzz(rank: int, world: int, tree: str, edit: tuple[str, ...], seed: int) -> None:
     router = Router(pathlib.Path(tree), *edit)
     failing = router.failures([drawn(router, seed, index) for index in range(300)])
     assert not failing, failing[0][1]
@@ -112,9 +130,9 @@ def _fuzz(rank: int, world: int, tree: str, edit: tuple[str, str], seed: int) ->
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_seeded_fault_is_noticed(tmp_path: pathlib.Path, seed: str) -> None:
     """In a process of its own: a wrong row may be a wild write."""
-    old, new, words = SEEDS[seed]
+    old, new, words, *edited = SEEDS[seed]
     with pytest.raises(RankFailed, match=words):
-        run_ranks(1, _fuzz, str(tmp_path), (old, new), 1)
+        run_ranks(1, _fuzz, str(tmp_path), (old, new, *edited), 1)
 
 
 def test_a_failing_case_is_made_small(tmp_path: pathlib.Path) -> None:
