@@ -23,8 +23,11 @@ enum class Tag : uint32_t {
   kLoadRows,        // load waits for moved rows
   kLoadBlock,       // load waits for a block's earlier product
   kLoadExpert,      // load waits for an expert's earlier product
+  kMoveChunk,       // mover waits for a chunk of a row
   kCombineRows,     // combine waits for a token's rows
   kCombineSums,     // combine waits for the sums of prob's gradient
+  kPushRows,        // move waits for rows that go home
+  kPushSums,        // move waits for the sums that go with them
   kStart,           // gather waits for the start of a rank's call
   kCombineHome,     // combine waits for a row from another rank
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
@@ -59,10 +62,16 @@ inline const char* describe(Tag tag) {
       return "load waited for the earlier product of its block";
     case Tag::kLoadExpert:
       return "load waited for the earlier product of its expert";
+    case Tag::kMoveChunk:
+      return "the mover waited for a piece of a row";
     case Tag::kCombineRows:
       return "combine waited for the rows of a token";
     case Tag::kCombineSums:
       return "combine waited for the sums of a probability's gradient";
+    case Tag::kPushRows:
+      return "the mover waited for the rows of a block that go home";
+    case Tag::kPushSums:
+      return "the mover waited for the sums of a probability's gradient that go home";
     case Tag::kStart:
       return "gather waited for the start of the call on the rank that is the thread's number";
     case Tag::kCombineHome:

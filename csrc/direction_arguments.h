@@ -89,9 +89,15 @@ struct BackwardArguments {
 // Words of int32 that either direction needs.
 int64_t direction_words(int64_t rows, int64_t tokens, int64_t experts);
 
+// Loads what calls of several ranks launch: a kernel that loads at its first launch may wait for
+// one that runs, and that one for another rank.
+void load_plan();
+
 namespace sm90 {
 // Each throws std::runtime_error when CUDA refuses. T > 0, or several ranks.
 void launch_forward(const ForwardArguments& arguments);
 void launch_backward(const BackwardArguments& arguments);
+void load_forward_of_ranks();
+void load_backward_of_ranks();
 }  // namespace sm90
 }  // namespace mok

@@ -94,5 +94,6 @@ void launch_publish(const PublishArguments& arguments);
 void launch_gather(const GatherArguments& arguments);
 // route, of which the own rank's view is kept.
 void launch_view(const ViewArguments& arguments);
+void load_exchange();  // these kernels: see load_plan
 
 }  // namespace mok

@@ -69,6 +69,8 @@ struct CombineArguments {
 void launch_route(const RouteArguments& arguments);
 void launch_counts(const RouteArguments& arguments);  // its first two kernels
 
+void load_layer();  // these kernels, as load_plan
+
 // `count` records of 128 bytes from host memory to a table on the device, through kernel
 // parameters: the host does not wait, needs no pinned memory, and a graph that captures it keeps
 // the records.

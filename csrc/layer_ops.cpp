@@ -337,6 +337,18 @@ std::vector<int64_t> workspace_parts(int64_t ranks, int64_t tokens, int64_t choi
           w.home};
 }
 
+// All that calls of several ranks launch, on the current device, and the fault records.
+void load_kernels() {
+  mok::fault_record();
+  mok::route_fault_record();
+  mok::exchange_fault_record();
+  mok::load_layer();
+  mok::load_plan();
+  mok::load_exchange();
+  mok::sm90::load_forward_of_ranks();
+  mok::sm90::load_backward_of_ranks();
+}
+
 mok::ExchangeFault& fault_of_exchange() {
   mok::ExchangeFault* const record = mok::exchange_fault_record();
   STD_TORCH_CHECK(record != nullptr,
@@ -375,6 +387,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("route_fault_address() -> int");
   m.def("take_route_fault() -> int[]");
   m.def("workspace_parts(int ranks, int tokens, int choices, int hidden) -> int[]");
+  m.def("load_kernels() -> ()");
   m.def("exchange_fault_address() -> int");
   m.def("take_exchange_fault() -> int[]");
 }
@@ -387,6 +400,7 @@ STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("route_fault_address", TORCH_BOX(&route_fault_address));
   m.impl("take_route_fault", TORCH_BOX(&take_route_fault));
   m.impl("workspace_parts", TORCH_BOX(&workspace_parts));
+  m.impl("load_kernels", TORCH_BOX(&load_kernels));
   m.impl("exchange_fault_address", TORCH_BOX(&exchange_fault_address));
   m.impl("take_exchange_fault", TORCH_BOX(&take_exchange_fault));
 }

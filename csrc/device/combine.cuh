@@ -5,7 +5,7 @@
 // of it becomes NaN, by select, whatever the rows hold.
 #pragma once
 
-#include "../layer_arguments.h"
+#include "../exchange_arguments.h"
 #include "ptx.cuh"
 
 namespace mok {
@@ -33,8 +33,11 @@ struct Sum {  // of one piece
 };
 
 // One warp: its lanes take a token's pieces. The rows may have been written by other CTAs of this
-// grid, which the caller has waited for.
-__device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int lane) {
+// grid, or by other ranks, which the caller has waited for. home: of several ranks, where the rows
+// of other ranks' experts have arrived, a slot's at its number.
+template <bool RANKS = false>
+__device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int lane,
+                                              const uint4* home = nullptr) {
   constexpr int kGroup = 8;  // rows under way
   const int pieces = a.hidden / kPiece;
   const bool faulty = *a.faulty != 0;
@@ -54,16 +57,31 @@ __device__ __forceinline__ void combine_token(const CombineArguments& a, int tok
       for (int i = 0; i < kGroup; ++i) {
         if (row[i] >= 0) {
           value[i] = load_written(from + static_cast<int64_t>(row[i]) * pieces + piece);
+        } else if (RANKS && row[i] == kElsewhere) {
+          const int64_t slot = static_cast<int64_t>(token) * a.choices + base + i;
+          value[i] = load_written(home + slot * pieces + piece);
         }
       }
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (row[i] >= 0) sum.add(value[i]);
+        if (RANKS ? row[i] != -1 : row[i] >= 0) sum.add(value[i]);
       }
     }
     if (shared != nullptr) sum.add(load_written(shared + first + piece));
     constexpr uint32_t kNaN = 0x7fff7fffu;
     out[first + piece] = faulty ? uint4{kNaN, kNaN, kNaN, kNaN} : sum.rounded();
+  }
+}
+
+// One warp: a token of a call that has no result.
+__device__ __forceinline__ void spoil_token(const CombineArguments& a, int token, int lane) {
+  const int pieces = a.hidden / kPiece;
+  uint4* const out = static_cast<uint4*>(a.out) + static_cast<int64_t>(token) * pieces;
+  constexpr uint32_t kNaN = 0x7fff7fffu;
+  for (int piece = lane; piece < pieces; piece += 32) out[piece] = {kNaN, kNaN, kNaN, kNaN};
+  if (a.d_prob_TK == nullptr) return;
+  for (int k = lane; k < a.choices; k += 32) {
+    a.d_prob_TK[static_cast<int64_t>(token) * a.choices + k] = __int_as_float(0x7fffffff);
   }
 }
 

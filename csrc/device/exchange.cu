@@ -209,6 +209,13 @@ ExchangeFault* exchange_fault_record() {
   return record;
 }
 
+void load_exchange() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, publish), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, gather), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, route_view), "cudaFuncGetAttributes");
+}
+
 void launch_publish(const PublishArguments& a) {
   publish<<<a.ctas, kPublishThreads, 0, static_cast<cudaStream_t>(a.stream)>>>(a);
   check(cudaGetLastError(), "launch of publish");

@@ -103,6 +103,14 @@ void launch_route(const RouteArguments& a) {
 static_assert((kRouteWarps + 1) * (kMaxExperts + 1) * sizeof(int32_t) <= 48 * 1024,
               "no opt-in to more shared memory");
 
+void load_layer() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, route_count), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, route_prefix), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, route_place), "cudaFuncGetAttributes");
+  check(cudaFuncGetAttributes(&attributes, write_table), "cudaFuncGetAttributes");
+}
+
 void launch_write_table(const void* host_records, int count, void* table, void* stream) {
   const auto* const records = static_cast<const TableRecord*>(host_records);
   for (int first = 0; first < count; first += kRecordsPerLaunch) {

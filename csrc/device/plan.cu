@@ -36,6 +36,13 @@ int64_t direction_words(int64_t rows, int64_t tokens, int64_t experts) {
   return PlanWords::of(rows, tokens, experts).total;
 }
 
+void load_plan() {
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, plan_work) != cudaSuccess) {
+    throw std::runtime_error("mok: plan_work cannot be loaded");
+  }
+}
+
 void launch_plan(const PlanShape& shape, int32_t* words, void* stream) {
   const PlanWords at = PlanWords::of(shape.capacity, shape.tokens, shape.experts);
   plan_work<<<1, kPlanThreads, 0, static_cast<cudaStream_t>(stream)>>>(

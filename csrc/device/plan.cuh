@@ -122,4 +122,37 @@ struct Plan {
   }
 };
 
+// The order of moves: tickets -> groups of kMoveRows rows. Source 0 is what the first pass reads.
+// Source 1, where there is one, is read by the last pass alone, and so follows by as many experts
+// as that pass does.
+constexpr int kMoveRows = 4;
+constexpr int kPushRows = 16;  // that go home together; tickets of them follow those of moves
+
+struct Move {
+  int32_t group;
+  int32_t source;
+};
+
+struct MoveOrder {
+  int32_t sources;
+  int32_t groups;  // of one source
+  int32_t lag;
+
+  MOK_HOST_DEVICE static MoveOrder of(const PlanShape& s, int sources) {
+    const int ahead = s.ahead < s.experts ? s.ahead + 1 : s.experts;
+    return {sources,
+            s.start[s.experts] / kMoveRows,
+            s.start[ahead < s.experts ? ahead : s.experts] / kMoveRows};
+  }
+
+  MOK_HOST_DEVICE int count() const { return sources * groups; }
+
+  MOK_HOST_DEVICE Move at(int ticket) const {
+    if (sources == 1 || ticket < lag) return {ticket, 0};
+    const int after = ticket - lag, both = 2 * (groups - lag);
+    if (after >= both) return {groups - lag + after - both, 1};
+    return after % 2 == 0 ? Move{lag + after / 2, 0} : Move{after / 2, 1};
+  }
+};
+
 }  // namespace mok

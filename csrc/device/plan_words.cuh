@@ -13,7 +13,7 @@
 namespace mok {
 
 struct PlanWords {  // offsets; all before `first` start at zero
-  int64_t ready, done0, done1, expert_done, sums, first, total;
+  int64_t ready, done0, done1, expert_done, expert_rows, sums, first, total;
 
   static PlanWords of(int64_t rows, int64_t tokens, int64_t experts) {
     const int64_t blocks = rows / kRowTile;
@@ -23,7 +23,8 @@ struct PlanWords {  // offsets; all before `first` start at zero
     at.done0 = at.ready + blocks;
     at.done1 = at.done0 + with_shared;
     at.expert_done = at.done1 + with_shared;
-    at.sums = at.expert_done + experts + 1;
+    at.expert_rows = at.expert_done + experts + 1;
+    at.sums = at.expert_rows + experts + 1;
     at.first = at.sums + blocks;
     at.total = at.first + kMaxPasses * (experts + 1) + 2;
     return at;

@@ -121,10 +121,6 @@ __device__ __forceinline__ void wait_count(const int32_t* word, int32_t wanted, 
   }
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
-}
-
 // Loads of what this grid writes: never through the read-only path.
 __device__ __forceinline__ uint4 load_written(const uint4* from) {
   uint4 v;
@@ -147,6 +143,24 @@ enum class NamedBarrier : int {
 
 __device__ __forceinline__ void named_sync(NamedBarrier name, int offset, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(name) + offset), "r"(threads) : "memory");
+}
+
+// ---- bulk copies of whole pieces of 16 bytes
+
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes,
+                                          uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from),
+      "r"(bytes),
+      "r"(shared_address(&barrier))
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+      : "memory");
 }
 
 // ---- bulk groups (stores issued by this thread)

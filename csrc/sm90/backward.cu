@@ -1,23 +1,11 @@
 // Backward: moves dy and x rows in | gradient of down and SwiGLU | gradient of up | gradients of w2
 // and w1 | combine, and the shared expert beside them.
-#include "direction_launch.cuh"
+#include "backward.cuh"
 
 namespace mok::sm90 {
 namespace {
 
-using T = Buffered192;
-
-template <Gradient TYPE, bool ACCUMULATE>
-struct Backward : Direction<Backward<TYPE, ACCUMULATE>, T, 2 * kBoxBytes, true> {
-  using Down = Pass<Product::kInputGradient, false, SwiGluGradient<T>>;
-  using Up = Pass<Product::kInputGradient, false, StoreRows<T>>;
-  using Weight = Pass<Product::kWeightGradient, false, WriteGradient<T, TYPE, ACCUMULATE>>;
-
-  template <class F>
-  static __device__ __forceinline__ void with_kind(int kind, const PassParameters& q, F& f) {
-    kind == 0 ? f(Down{}, q) : kind == 1 ? f(Up{}, q) : f(Weight{}, q);
-  }
-};
+using T = BackwardTiling;
 
 struct Group {  // of experts: the routed ones, or the shared one
   const void *w1, *w2;
@@ -92,11 +80,6 @@ void set_passes(DirectionParameters& p, const BackwardArguments& x, const Group&
   set_weight_gradient(pass[3], shape[3], x, g, g.d_w1, d_gate_up, in);
 }
 
-template <Gradient TYPE, bool ACCUMULATE>
-void launch(const DirectionParameters& p, const DirectionLaunch& launch) {
-  launch_direction<Backward<TYPE, ACCUMULATE>>(p, launch);
-}
-
 }  // namespace
 
 void launch_backward(const BackwardArguments& x) {
@@ -120,7 +103,7 @@ void launch_backward(const BackwardArguments& x) {
               .rows = r.rows,
               .width = x.sizes.width,
               .shared = false});
-  if (x.sizes.shared_width > 0) {
+  if (x.sizes.shared_width > 0 && r.tokens > 0) {
     set_passes(p,
                x,
                {.w1 = x.weights.shared_w1,
@@ -143,7 +126,7 @@ void launch_backward(const BackwardArguments& x) {
             .rows = {x.dy_rows, x.x_rows},
             .sources = 2,
             .choices = r.choices,
-            .pieces = x.sizes.hidden / kPiece,
+            .row_bytes = 2 * x.sizes.hidden,
             .slot_R = r.slot_R};
   p.combine = {.rows = x.dx_rows,
                .shared = x.sizes.shared_width > 0 ? x.shared_dx : nullptr,
@@ -156,12 +139,11 @@ void launch_backward(const BackwardArguments& x) {
                .hidden = x.sizes.hidden};
   p.parts = x.parts;
   p.parts_per_row = x.sizes.width / kPartColumns;
-  const bool fp32 = x.gradients.type == Gradient::kFp32;
-  if (x.gradients.accumulate) {
-    fp32 ? launch<Gradient::kFp32, true>(p, x.launch) : launch<Gradient::kBf16, true>(p, x.launch);
+  if (x.peers.ranks > 1) {
+    set_exchange(p, x.peers, {x.peers.at.dy, x.peers.at.x}, x.dx_rows);
+    launch_backward_of_ranks(p, x.launch, x.gradients.type, x.gradients.accumulate);
   } else {
-    fp32 ? launch<Gradient::kFp32, false>(p, x.launch)
-         : launch<Gradient::kBf16, false>(p, x.launch);
+    launch_backward<false>(p, x.launch, x.gradients.type, x.gradients.accumulate);
   }
 }
 

@@ -2,9 +2,13 @@
 // (device/plan.cuh), in one grid.
 //
 // Who may touch what:
-//   side warps   read tokens, write routed row buffers, raise ready[block]
-//   load         waits for ready (pass 0), done0 (pass 1) or expert_done (weight gradients)
-//   store        writes a pass's output, then raises done0 or done1 of its block, and expert_done
+//   move         reads tokens, writes routed row buffers, raises ready[block], or expert_rows for
+//                what only the last weight gradient reads
+//   load         waits for ready (pass 0), done0 (pass 1), expert_done or expert_rows (weight
+//                gradients)
+//   store        writes a pass's output, then raises done0 or done1 of its block, and, after pass
+//   0,
+//                expert_done and expert_rows
 //   multiply     writes the sums itself and raises sums[block]; in a combine tile waits for done1
 //                (and sums), reads the rows and writes tokens
 // Counters only grow within a call, from the zero that plan_work writes before the grid starts. A
@@ -19,12 +23,13 @@
 #pragma once
 
 #include "../device/combine.cuh"
+#include "../device/move.cuh"
 #include "../device/plan.cuh"
+#include "../device/symmetric.cuh"
 #include "launch.cuh"
 
 namespace mok::sm90 {
 
-constexpr int kMoveRows = 4;       // of one move ticket, of one block
 constexpr int kCombineTokens = 8;  // of one combine tile
 constexpr int kPassWarps = 4;      // that raise sums for a tile
 
@@ -34,6 +39,7 @@ struct Counters {        // zeroed before the grid starts
   int32_t* done0;        // [blocks, then the shared expert's] tiles of pass 0
   int32_t* done1;        // the same of pass 1
   int32_t* expert_done;  // [experts + 1] tiles of pass 0
+  int32_t* expert_rows;  // [experts + 1] the same, and rows of the second source
   int32_t* sums;         // [blocks] warps that have written prob's parts
 };
 
@@ -42,8 +48,14 @@ struct MoveArguments {
   void* rows[2];          // bf16 [R, H]
   int32_t sources;
   int32_t choices;
-  int32_t pieces;  // of 16 bytes, of a row
+  int32_t row_bytes;
   const int32_t* slot_R;
+};
+
+struct ExchangeArguments {  // of several ranks
+  Peers peers;
+  int64_t pulled[2][kGenerations];  // where the sources lie in a workspace
+  const uint8_t* pushed;            // bf16 [R, H]: what goes home
 };
 
 struct DirectionParameters {
@@ -55,12 +67,15 @@ struct DirectionParameters {
   const float* parts;  // [R, parts_per_row], or null
   int32_t parts_per_row;
   Fault* fault;
+  ExchangeArguments exchange;
 };
 
-template <class DIRECTION, class TILING, int SLOT_BYTES, bool READS>
+template <class DIRECTION, class TILING, int SLOT_BYTES, int MOVE_SLOTS, bool READS, bool RANKS>
 struct Direction {
   using Tiling = TILING;
-  using Storage = sm90::Storage<TILING, SLOT_BYTES>;
+  struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
+    MoveStorage<MOVE_SLOTS> move;
+  };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true;
   static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
@@ -96,6 +111,8 @@ struct Direction {
     DIRECTION::with_kind(which, p.pass[index], f);
   }
 
+  static __device__ __forceinline__ void set_up(Storage& storage) { prepare(storage.move); }
+
   static __device__ __forceinline__ void check(const Parameters& p) {
     for (int i = 0; i < 2 * p.plan.shape.passes; ++i) check_table(p.pass[i], p.fault);
   }
@@ -111,7 +128,9 @@ struct Direction {
     if (which == 1) return {p.counters.done0 + block(p, tile), tiles, Tag::kLoadBlock};
     const int blocks =
         shared ? s.shared_blocks() : (s.start[tile.expert + 1] - s.start[tile.expert]) / kRowTile;
-    return {p.counters.expert_done + tile.expert, blocks * tiles, Tag::kLoadExpert};
+    if (which == 2) return {p.counters.expert_done + tile.expert, blocks * tiles, Tag::kLoadExpert};
+    const int moved = shared ? 0 : s.count[tile.expert];
+    return {p.counters.expert_rows + tile.expert, blocks * tiles + moved, Tag::kLoadExpert};
   }
 
   static __device__ __forceinline__ void announce(const Parameters& p, const Tile& tile) {
@@ -120,6 +139,7 @@ struct Direction {
     add_release((which == 0 ? p.counters.done0 : p.counters.done1) + block(p, tile), 1);
     if (which == 0 && p.plan.shape.passes > 2) {
       add_release(p.counters.expert_done + tile.expert, 1);
+      add_release(p.counters.expert_rows + tile.expert, 1);
     }
   }
 
@@ -129,88 +149,153 @@ struct Direction {
     if (lane == 0) add_release(p.counters.sums + block(p, tile), 1);
   }
 
-  // ---- moves: a warp takes a few rows at a time, in schedule order
+  // ---- moves: one thread, a few rows at a time, in the plan's order
 
-  // A ticket's rows are on their way to L2 while those of the ticket before are copied.
-  static __device__ __forceinline__ void side_work(const Parameters& p) {
-    const int end = move_tickets(p);
-    int ticket = take_move(p), token = token_of(p, ticket, end);
-    while (ticket < end) {
-      const int next = take_move(p), next_token = token_of(p, next, end);
-      prefetch_rows(p, next_token);
-      move_rows(p, ticket * kMoveRows, token);
+  static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
+    const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
+    Mover<MOVE_SLOTS> mover{storage.move, p.fault};
+    int ticket = 0, next = 0;
+    if (threadIdx.x % 32 == 0) bring_rows(p, order, mover, ticket, next);
+    if constexpr (RANKS) send_rows_home(p, order, mover, ticket, next);
+  }
+
+  // The next ticket's slots and the number of the one after it are on their way while a ticket's
+  // rows are issued. `ticket` and `next` come back unused: they are behind the last one.
+  static __device__ __forceinline__ void bring_rows(const Parameters& p, const MoveOrder& order,
+                                                    Mover<MOVE_SLOTS>& mover, int& ticket,
+                                                    int& next) {
+    int expert = 0;
+    ticket = take_move(p);
+    next = take_move(p);
+    int4 slots = slots_of(p, order, ticket);
+    while (ticket < order.count()) {
+      const int after = take_move(p);
+      const int4 next_slots = slots_of(p, order, next);
+      move(p, order.at(ticket), slots, expert, mover);
       ticket = next;
-      token = next_token;
+      next = after;
+      slots = next_slots;
     }
+    mover.settle();
   }
 
-  static __device__ __forceinline__ int move_tickets(const Parameters& p) {
-    const PlanShape& s = p.plan.shape;
-    return s.start[s.experts] / kMoveRows;
-  }
   static __device__ __forceinline__ int take_move(const Parameters& p) {
-    int ticket = 0;
-    if (threadIdx.x % 32 == 0) ticket = static_cast<int>(atomicAdd(p.counters.tickets + 1, 1u));
-    return __shfl_sync(~0u, ticket, 0);
+    return static_cast<int>(atomicAdd(p.counters.tickets + 1, 1u));
   }
 
-  // In lanes below kMoveRows: the token of the ticket's row; -1: padding.
-  static __device__ __forceinline__ int token_of(const Parameters& p, int ticket, int end) {
-    const int lane = threadIdx.x % 32;
-    if (ticket >= end || lane >= kMoveRows) return -1;
-    const int slot = p.move.slot_R[ticket * kMoveRows + lane];
-    return slot < 0 ? -1 : slot / p.move.choices;
+  static __device__ __forceinline__ int4 slots_of(const Parameters& p, const MoveOrder& order,
+                                                  int ticket) {
+    if (ticket >= order.count()) return {-1, -1, -1, -1};
+    return __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + order.at(ticket).group);
   }
 
-  static __device__ __forceinline__ void prefetch_rows(const Parameters& p, int token) {
-    for (int i = 0; i < kMoveRows; ++i) {
-      const int from = __shfl_sync(~0u, token, i);
-      if (from < 0) continue;
-      for (int j = 0; j < p.move.sources; ++j) {
-        const uint4* const row = static_cast<const uint4*>(p.move.tokens[j]) +
-                                 static_cast<int64_t>(from) * p.move.pieces;
-        for (int piece = threadIdx.x % 32 * 8; piece < p.move.pieces; piece += 32 * 8) {
-          prefetch_l2(row + piece);
-        }
-      }
+  // `expert`: a walker; the rows of a source only grow.
+  static __device__ __forceinline__ void move(const Parameters& p, const Move& what, int4 slots,
+                                              int& expert, Mover<MOVE_SLOTS>& mover) {
+    const int first = what.group * kMoveRows, bytes = p.move.row_bytes;
+    const uint8_t* const tokens = static_cast<const uint8_t*>(p.move.tokens[what.source]);
+    uint8_t* to =
+        static_cast<uint8_t*>(p.move.rows[what.source]) + static_cast<int64_t>(first) * bytes;
+    int valid = 0;
+#pragma unroll 1
+    for (int i = 0; i < kMoveRows; ++i, to += bytes) {
+      const int slot = slots.x;
+      slots = {slots.y, slots.z, slots.w, 0};
+      if (slot < 0) continue;  // padding
+      ++valid;
+      const uint8_t* const from =
+          RANKS ? pulled(p, what.source, slot)
+                : tokens + static_cast<int64_t>(slot / p.move.choices) * bytes;
+      mover.copy(from, to, bytes);
+    }
+    if (valid == 0) return;
+    if (what.source == 0) {
+      mover.signal(p.counters.ready + first / kRowTile, valid);
+    } else {
+      while (p.plan.shape.start[expert + 1] <= first) ++expert;
+      mover.signal(p.counters.expert_rows + expert, valid);
     }
   }
 
-  static __device__ __forceinline__ void move_rows(const Parameters& p, int first, int token) {
-    for (int i = 0; i < kMoveRows; ++i) {
-      const int from = __shfl_sync(~0u, token, i);
-      if (from < 0) continue;
-      for (int j = 0; j < p.move.sources; ++j) {
-        copy_row(p.move.tokens[j], from, p.move.rows[j], first + i, p.move.pieces);
-      }
+  // ---- several ranks: rows come from all of them, and go home
+
+  static __device__ __forceinline__ uint32_t epoch(const Parameters& p) {
+    const Peers& group = p.exchange.peers;
+    return part<Control>(group, group.rank, group.at.control)->epoch;
+  }
+
+  // A slot of all ranks' -> its token on its rank.
+  static __device__ __forceinline__ const uint8_t* pulled(const Parameters& p, int source,
+                                                          int slot) {
+    const Peers& group = p.exchange.peers;
+    const int rank = slot / group.slots, token = (slot - rank * group.slots) / p.move.choices;
+    const int64_t at = p.exchange.pulled[source][epoch(p) % kGenerations];
+    return part<uint8_t>(group, rank, at + static_cast<int64_t>(token) * p.move.row_bytes);
+  }
+
+  // The whole warp; tickets behind the last pull, the first two of them in lane 0's hands.
+  static __device__ __forceinline__ void send_rows_home(const Parameters& p, const MoveOrder& order,
+                                                        Mover<MOVE_SLOTS>& mover, int ticket,
+                                                        int next) {
+    const PlanShape& s = p.plan.shape;
+    const int end = s.start[s.experts] / kPushRows;
+    for (;;) {
+      const int push = __shfl_sync(~0u, ticket, 0) - order.count();
+      if (push >= end) return;
+      send_home(p, push * kPushRows, mover);
+      ticket = next;
+      if (threadIdx.x % 32 == 0) next = take_move(p);
     }
-    const int valid = __popc(__ballot_sync(~0u, token >= 0));
-    fence_async();
+  }
+
+  // A lane has a row in its charge, but lane 0 all copies.
+  static __device__ __forceinline__ void send_home(const Parameters& p, int first,
+                                                   Mover<MOVE_SLOTS>& mover) {
+    const Peers& group = p.exchange.peers;
+    const int lane = threadIdx.x % 32, bytes = p.move.row_bytes, row = first + lane;
+    const int slot = lane < kPushRows ? p.move.slot_R[row] : -1;
+    const int rank = slot < 0 ? group.rank : slot / group.slots;
+    uint32_t away = __ballot_sync(~0u, rank != group.rank);
+    if (away == 0) return;
+    if (lane == 0) {
+      await_block(p, first / kRowTile, Tag::kPushRows, Tag::kPushSums);
+      fence_async();
+    }
     __syncwarp();
-    if (threadIdx.x % 32 == 0 && valid > 0) {
-      add_release(p.counters.ready + first / kRowTile, valid);
+    const int inside = slot - rank * group.slots;
+    uint8_t* const base = group.base[rank];
+    const auto to =
+        reinterpret_cast<uint64_t>(base + group.at.home + static_cast<int64_t>(inside) * bytes);
+    const bool mine = rank != group.rank;
+    const float sum = mine && p.parts != nullptr ? sum_of_parts(p, row) : 0.0f;
+    for (; away != 0; away &= away - 1) {
+      const int i = __ffs(away) - 1;
+      auto* const there = reinterpret_cast<uint8_t*>(__shfl_sync(~0u, to, i));
+      if (lane == 0) {
+        mover.copy(p.exchange.pushed + static_cast<int64_t>(first + i) * bytes, there, bytes);
+      }
+    }
+    if (lane == 0) mover.settle();
+    __syncwarp();
+    fence_system();
+    if (mine) {
+      send_arrival(reinterpret_cast<Arrival*>(base + group.at.arrived) + inside, epoch(p), sum);
     }
   }
 
-  static __device__ __forceinline__ void copy_row(const void* tokens, int token, void* rows,
-                                                  int row, int pieces) {
-    constexpr int kUnder = 4;  // loads under way: more do not fit the registers
-    const int lane = threadIdx.x % 32;
-    const uint4* from = static_cast<const uint4*>(tokens) + static_cast<int64_t>(token) * pieces;
-    uint4* to = static_cast<uint4*>(rows) + static_cast<int64_t>(row) * pieces;
-    for (int left = pieces - lane; left > 0; left -= 32 * kUnder) {
-      uint4 value[kUnder];
-#pragma unroll
-      for (int i = 0; i < kUnder; ++i) {
-        if (32 * i < left) value[i] = __ldg(from + lane + 32 * i);
-      }
-#pragma unroll
-      for (int i = 0; i < kUnder; ++i) {
-        if (32 * i < left) to[lane + 32 * i] = value[i];
-      }
-      from += 32 * kUnder;
-      to += 32 * kUnder;
+  // The last product of a block, and prob's parts of its rows, are in memory.
+  static __device__ __forceinline__ void await_block(const Parameters& p, int at, Tag rows,
+                                                     Tag sums) {
+    const PlanShape& s = p.plan.shape;
+    wait_count(p.counters.done1 + at, s.routed[1].n_tiles, p.fault, rows);
+    if (p.parts != nullptr) {
+      wait_count(p.counters.sums + at, kPassWarps * s.routed[0].n_tiles, p.fault, sums);
     }
+  }
+
+  static __device__ __forceinline__ const Arrival* arrival(const Parameters& p, int64_t slot) {
+    const Peers& group = p.exchange.peers;
+    return part<Arrival>(group, group.rank, group.at.arrived) + slot;
   }
 
   // ---- combine: a warp a token
@@ -227,43 +312,52 @@ struct Direction {
     const PlanShape& s = p.plan.shape;
     const CombineArguments& c = p.combine;
     const int64_t slots = static_cast<int64_t>(token) * c.choices;
+    if constexpr (RANKS) {  // a refused call has nothing to wait for
+      if (*c.faulty != 0) return spoil_token(c, token, threadIdx.x % 32);
+    }
     for (int k = threadIdx.x % 32; k < c.choices; k += 32) {
       const int row = c.row_TK[slots + k];
+      if (RANKS && row == kElsewhere) await_arrival(arrival(p, slots + k), epoch(p), p.fault);
       if (row < 0) continue;
-      const int at = row / kRowTile;
-      wait_count(p.counters.done1 + at, s.routed[1].n_tiles, p.fault, Tag::kCombineRows);
-      if (p.parts != nullptr) {
-        const int warps = kPassWarps * s.routed[0].n_tiles;
-        wait_count(p.counters.sums + at, warps, p.fault, Tag::kCombineSums);
-      }
+      await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);
     }
     if (c.shared != nullptr && threadIdx.x % 32 == 0) {
       const int at = s.capacity / kRowTile + token / kRowTile;
       wait_count(p.counters.done1 + at, s.shared[1].n_tiles, p.fault, Tag::kCombineRows);
     }
     __syncwarp();
-    combine_token(c, token, threadIdx.x % 32);
+    if constexpr (RANKS) {
+      const Peers& group = p.exchange.peers;
+      const auto* const home = part<uint4>(group, group.rank, group.at.home);
+      combine_token<true>(c, token, threadIdx.x % 32, home);
+    } else {
+      combine_token(c, token, threadIdx.x % 32);
+    }
     if (p.parts != nullptr) add_parts(p, token);
   }
 
-  // A slot's parts in ascending column order: the order depends on F alone.
+  // A row's parts in ascending column order: the order depends on F alone.
+  static __device__ __forceinline__ float sum_of_parts(const Parameters& p, int row) {
+    const float2* const pairs =
+        reinterpret_cast<const float2*>(p.parts + static_cast<int64_t>(row) * p.parts_per_row);
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < p.parts_per_row / 2; ++i) {  // F is a multiple of 64
+      const float2 pair = load_written(pairs + i);
+      sum += pair.x;
+      sum += pair.y;
+    }
+    return sum;
+  }
+
   static __device__ __forceinline__ void add_parts(const Parameters& p, int token) {
     const CombineArguments& c = p.combine;
     const bool faulty = *c.faulty != 0;
     for (int k = threadIdx.x % 32; k < c.choices; k += 32) {
       const int64_t slot = static_cast<int64_t>(token) * c.choices + k;
       const int row = c.row_TK[slot];
-      float sum = 0.0f;
-      if (row >= 0) {
-        const float2* const pairs =
-            reinterpret_cast<const float2*>(p.parts + static_cast<int64_t>(row) * p.parts_per_row);
-#pragma unroll 8
-        for (int i = 0; i < p.parts_per_row / 2; ++i) {  // F is a multiple of 64
-          const float2 pair = load_written(pairs + i);
-          sum += pair.x;
-          sum += pair.y;
-        }
-      }
+      float sum = row >= 0 ? sum_of_parts(p, row) : 0.0f;
+      if (RANKS && row == kElsewhere) sum = load_written(&arrival(p, slot)->d_prob);
       c.d_prob_TK[slot] = faulty ? __int_as_float(0x7fffffff) : sum;
     }
   }

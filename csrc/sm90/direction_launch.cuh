@@ -1,6 +1,8 @@
 // Host side of a direction: what forward and backward share.
 #pragma once
 
+#include <array>
+
 #include "../device/plan_words.cuh"
 #include "direction.cuh"
 
@@ -41,6 +43,7 @@ inline void place_words(DirectionParameters& p, int32_t* words) {
                 .done0 = words + at.done0,
                 .done1 = words + at.done1,
                 .expert_done = words + at.expert_done,
+                .expert_rows = words + at.expert_rows,
                 .sums = words + at.sums};
 }
 
@@ -63,5 +66,20 @@ void launch_direction(const DirectionParameters& p, const DirectionLaunch& launc
                      .stream = launch.stream};
   launch_kernel<K>(p, plain);
 }
+
+// Where the sources of moves lie in a workspace, and what goes home.
+inline void set_exchange(DirectionParameters& p, const Peers& peers,
+                         std::array<const int64_t*, 2> sources, const void* pushed) {
+  p.exchange.peers = peers;
+  p.exchange.pushed = static_cast<const uint8_t*>(pushed);
+  for (int source = 0; source < p.move.sources; ++source) {
+    std::copy_n(sources[source], kGenerations, p.exchange.pulled[source]);
+  }
+}
+
+// Kernels of several ranks, compiled apart.
+void launch_forward_of_ranks(const DirectionParameters& p, const DirectionLaunch& launch);
+void launch_backward_of_ranks(const DirectionParameters& p, const DirectionLaunch& launch,
+                              Gradient type, bool accumulate);
 
 }  // namespace mok::sm90

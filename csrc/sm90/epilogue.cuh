@@ -60,6 +60,11 @@ __device__ __forceinline__ void write_bf16(const WarpBox<WIDTH>& box, const floa
 // problem. write(): a warp fills its 16 rows of the unit at that address; `row` is this lane's
 // first row, counted in the buffer, the other is row + 8. send() and bring() move a whole unit;
 // place() is where a box of it goes, row by row.
+//
+// A slab's units are written in rounds of kRound units from the first kShift accumulators (and
+// those half a tile further, where gate and up share a tile); then all accumulators move down by
+// kShift. So the code of a round is there once: unrolled, dSwiGLU alone was 90 KB, and what ran
+// beside it waited for instructions.
 
 __device__ __forceinline__ float prob_of(const PassParameters& p, int row) {
   return p.prob == nullptr ? 1.0f : p.prob[row];
@@ -68,6 +73,7 @@ __device__ __forceinline__ float prob_of(const PassParameters& p, int row) {
 template <class T, int WIDTH = 64>
 struct StoreRows {  // bf16 of the accumulators
   static constexpr int kWidth = WIDTH, kUnits = T::BLOCK_N / kWidth, kKinds = 1;
+  static constexpr int kRound = 1, kShift = kWidth / 2;
   static constexpr int kUnitBytes = kBoxRows * 2 * kWidth;
   static constexpr bool kReads = false, kSums = false;
   static __device__ __forceinline__ int column(const Tile& tile, int unit) {
@@ -78,9 +84,9 @@ struct StoreRows {  // bf16 of the accumulators
     return column(tile, unit) < p.columns;
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int unit,
-                                               uint32_t at, int warp, int lane, int, float (&)[2]) {
-    write_bf16(WarpBox<kWidth>(at, warp, lane), d + kWidth / 2 * unit);
+  static __device__ __forceinline__ void write(const P&, const float* d, int, uint32_t at, int warp,
+                                               int lane, int, float (&)[2]) {
+    write_bf16(WarpBox<kWidth>(at, warp, lane), d);
   }
   template <class P>
   static __device__ __forceinline__ Place place(const P& p, const Tile& tile, int unit, int) {
@@ -98,6 +104,7 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
                  // prob from the rounded two
   static constexpr int kHalf = T::BLOCK_N / 2, kWidth = kHalf % 64 == 0 ? 64 : 32;
   static constexpr int kUnits = 3 * kHalf / kWidth, kKinds = 1;
+  static constexpr int kRound = 3, kShift = kWidth / 2;
   static constexpr int kUnitBytes = kBoxRows * 2 * kWidth;
   static constexpr bool kReads = false, kSums = false;
   static __device__ __forceinline__ int column(const Tile& tile, int unit) {
@@ -119,14 +126,12 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
     store_box(at, &p.out, unit % 3 * p.columns + column(tile, unit), row);
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P& p, const Tile&, const float* d, int unit,
-                                               uint32_t unit_at, int warp, int lane, int row,
-                                               float (&)[2]) {
-    const WarpBox<kWidth> to(unit_at, warp, lane);
-    const float* const gate = d + unit / 3 * (kWidth / 2);
+  static __device__ __forceinline__ void write(const P& p, const float* gate, int part, uint32_t at,
+                                               int warp, int lane, int row, float (&)[2]) {
+    const WarpBox<kWidth> to(at, warp, lane);
     const float* const up = gate + kHalf / 2;
-    if (unit % 3 == 0) return write_bf16(to, gate);
-    if (unit % 3 == 1) return write_bf16(to, up);
+    if (part == 0) return write_bf16(to, gate);
+    if (part == 1) return write_bf16(to, up);
     const float prob[2] = {prob_of(p, row), prob_of(p, row + 8)};
 #pragma unroll
     for (int q = 0; q < kWidth / 16; ++q) {
@@ -149,6 +154,7 @@ struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradi
                          // activation, prob's parts
   static constexpr int kWidth = kPartColumns, kUnits = T::BLOCK_N / kWidth, kKinds = 3;
   static constexpr int kBytes = kBoxRows * 2 * kWidth, kUnitBytes = kKinds * kBytes;
+  static constexpr int kRound = 1, kShift = kWidth / 2;
   static constexpr bool kReads = true, kSums = true;
   static __device__ __forceinline__ int column(const Tile& tile, int unit) {
     return tile.n * T::BLOCK_N + unit * kWidth;
@@ -175,15 +181,13 @@ struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradi
     load_boxes(to, &p.b, ready, column(tile, unit), row, 0);
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P& p, const Tile&, const float* d, int unit,
-                                               uint32_t at, int warp, int lane, int row,
-                                               float (&part)[2]) {
+  static __device__ __forceinline__ void write(const P& p, const float* d, int, uint32_t at,
+                                               int warp, int lane, int row, float (&part)[2]) {
     const WarpBox<kWidth> gate(at, warp, lane);
     const float prob[2] = {prob_of(p, row), prob_of(p, row + 8)};
     part[0] = part[1] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kWidth / 8; ++c)
-      convert(gate, d + kWidth / 2 * unit + 4 * c, c, prob, part);
+    for (int c = 0; c < kWidth / 8; ++c) convert(gate, d + 4 * c, c, prob, part);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {  // four lanes hold a row
       part[i] += __shfl_xor_sync(~0u, part[i], 1);
@@ -236,6 +240,7 @@ struct WriteGradient {  // into the expert's own matrix, added to the old value 
   static constexpr int kWidth = 64, kUnits = T::BLOCK_N / kWidth,
                        kKinds = kWide ? 2 : 1;  // 128-byte blocks of columns
   static constexpr int kUnitBytes = kKinds * kBoxBytes;
+  static constexpr int kRound = 1, kShift = kWidth / 2;
   static constexpr bool kReads = ACCUMULATE, kSums = false;
   template <class P>
   static __device__ __forceinline__ bool live(const P& p, const Tile& tile, int unit) {
@@ -256,9 +261,8 @@ struct WriteGradient {  // into the expert's own matrix, added to the old value 
     load_boxes_once(to, p.map(tile), ready, 0, row, block(tile, unit), evict_first());
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int unit,
-                                               uint32_t at, int warp, int lane, int, float (&)[2]) {
-    d += unit * kWidth / 2;
+  static __device__ __forceinline__ void write(const P&, const float* d, int, uint32_t at, int warp,
+                                               int lane, int, float (&)[2]) {
     if constexpr (kWide) {
       write_fp32(at, d, warp, lane);
       write_fp32(at + kBoxBytes, d + 16, warp, lane);

@@ -1,22 +1,10 @@
 // Forward: moves x rows in | up, SwiGLU | down | combine, and the shared expert beside them.
-#include "direction_launch.cuh"
+#include "forward.cuh"
 
 namespace mok::sm90 {
 namespace {
 
-using T = Deep192;
-constexpr int kColumns = 32;  // of a unit: SwiGLU's half tiles have 96 columns
-
-struct Forward : Direction<Forward, T, kBoxRows * 2 * kColumns, false> {
-  using Up = Pass<Product::kForward, true, SwiGlu<T>>;
-  using Down = Pass<Product::kForward, false, StoreRows<T, kColumns>>;
-  static_assert(SwiGlu<T>::kWidth == kColumns);
-
-  template <class F>
-  static __device__ __forceinline__ void with_kind(int kind, const PassParameters& q, F& f) {
-    kind == 0 ? f(Up{}, q) : f(Down{}, q);
-  }
-};
+using T = ForwardTiling;
 
 struct Group {  // of experts: the routed ones, or the shared one
   const void *w1, *w2;
@@ -51,7 +39,7 @@ void set_passes(DirectionParameters& p, const ForwardArguments& x, const Group& 
 
   PassParameters& down = pass[1];
   down.a = encode_operand(bf16(g.activation, g.rows, g.width), {BLOCK_M, 1});
-  down.out = encode_boxes(bf16(g.out, g.rows, hidden), 2 * kColumns);
+  down.out = encode_boxes(bf16(g.out, g.rows, hidden), 2 * kDownColumns);
   set_table(down,
             g.w2,
             bf16(nullptr, hidden, g.width),
@@ -81,7 +69,7 @@ void launch_forward(const ForwardArguments& x) {
               .rows = r.rows,
               .width = x.sizes.width,
               .shared = false});
-  if (x.sizes.shared_width > 0) {
+  if (x.sizes.shared_width > 0 && r.tokens > 0) {
     set_passes(p,
                x,
                {.w1 = x.weights.shared_w1,
@@ -100,7 +88,7 @@ void launch_forward(const ForwardArguments& x) {
             .rows = {x.rows, nullptr},
             .sources = 1,
             .choices = r.choices,
-            .pieces = x.sizes.hidden / kPiece,
+            .row_bytes = 2 * x.sizes.hidden,
             .slot_R = r.slot_R};
   p.combine = {.rows = x.rows,
                .shared = x.sizes.shared_width > 0 ? x.shared_y : nullptr,
@@ -111,7 +99,12 @@ void launch_forward(const ForwardArguments& x) {
                .tokens = r.tokens,
                .choices = r.choices,
                .hidden = x.sizes.hidden};
-  launch_direction<Forward>(p, x.launch);
+  if (x.peers.ranks > 1) {
+    set_exchange(p, x.peers, {x.peers.at.x, nullptr}, x.rows);
+    launch_forward_of_ranks(p, x.launch);
+  } else {
+    launch_direction<Forward<false>>(p, x.launch);
+  }
 }
 
 }  // namespace mok::sm90

@@ -1,9 +1,9 @@
 // The persistent kernel around a kernel description K (mainloop.cuh): set-up, and who does what.
 //
 //   warp 0      load     one thread: tickets, waits for inputs, operand copies
-//   warp 1      fetch    one thread, in kernels with a pass that reads; else side work
+//   warp 1      fetch    one thread, in kernels with a pass that reads
 //   warp 2      store    whole warp: copies out, announcements
-//   warp 3      side     whole warp: moves rows (direction.cuh)
+//   warp 3      move     one thread: brings rows (direction.cuh)
 //   warps 4-11  multiply: two warpgroups, a tile each in turn, products and epilogue
 //
 // GroupedGemm is one pass over its own schedule: for tests and benchmarks of the parts, and for
@@ -58,7 +58,8 @@ struct GroupedGemm {
   }
   static __device__ __forceinline__ Input input(const Parameters&, const Tile&) { return {}; }
   static __device__ __forceinline__ void announce(const Parameters&, const Tile&) {}
-  static __device__ __forceinline__ void side_work(const Parameters&) {}
+  static __device__ __forceinline__ void set_up(Storage&) {}
+  static __device__ __forceinline__ void side_work(const Parameters&, Storage&) {}
   static __device__ __forceinline__ void after(const Parameters&, const Tile&, int) {}
   static __device__ __forceinline__ void no_product(const Parameters&, const Tile&) {}
 };
@@ -84,6 +85,7 @@ __device__ __forceinline__ void set_up(typename K::Storage& s) {
       barrier_init(s.products_turn[i], 4);
       barrier_init(s.fill_turn[i], 4);
     }
+    K::set_up(s);
     barrier_init_fence();
   }
   __syncthreads();
@@ -98,8 +100,9 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
   Filler<K> epilogue{storage, p.fault, warpgroup, warp, lane};
   uint32_t count = 0;
   typename Multiplier<K>::Accumulators d;  // one for all passes: two would not fit
-  Tile tile = tiles.next();
-  for (; !tile.last() && tile.depth > 0; tile = tiles.next(), ++count) {
+  for (;; tiles.pop(), ++count) {
+    const Tile& tile = tiles.front();
+    if (tile.last() || tile.depth == 0) break;
     K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
       using G = decltype(g);
       if (count % 2 != static_cast<uint32_t>(warpgroup)) {
@@ -113,7 +116,9 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
     });
   }
   // Tiles without products come last; nobody waits for a turn any more.
-  for (; !tile.last(); tile = tiles.next(), ++count) {
+  for (;; tiles.pop(), ++count) {
+    const Tile& tile = tiles.front();
+    if (tile.last()) break;
     if (count % 2 == static_cast<uint32_t>(warpgroup)) K::no_product(p, tile);
   }
 }
@@ -132,12 +137,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool one = threadIdx.x % 32 == 0;
     if (warp == 0) {
       if (one) Loader<K>{p, storage, typename K::Tickets{p}}.run();
-    } else if (warp == 1 && K::kReads) {
-      if (one) fetch<K>(p, storage);
+    } else if (warp == 1) {
+      if (one && K::kReads) fetch<K>(p, storage);
     } else if (warp == 2) {
-      Store<K>{p, storage}.run();
+      Store<K>{p, storage, {storage, p.fault}}.run();
     } else {
-      K::side_work(p);
+      K::side_work(p, storage);
     }
   } else {
     take_registers<T::kMultiplyRegisters>();

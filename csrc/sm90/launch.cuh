@@ -61,4 +61,11 @@ void launch_kernel(const typename K::Parameters& p, const Launch& launch) {
   check(cudaGetLastError(), "launch of grouped_gemm");
 }
 
+// A kernel is loaded at its first launch, or here. Loading may wait for kernels that run.
+template <class K>
+void load_kernel() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, grouped_gemm<K>), "cudaFuncGetAttributes");
+}
+
 }  // namespace mok::sm90

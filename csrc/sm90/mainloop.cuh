@@ -83,7 +83,8 @@ __device__ __forceinline__ void check_table(const PassParameters& p, Fault* faul
   }
 }
 
-// The tile queue's reading end. A whole warp reads, or one thread of it.
+// The tile queue's reading end. A whole warp reads, or one thread of it. A tile is read where it
+// lies, to spare registers, and so stays in its slot until its reader is through with it.
 template <class K, bool WHOLE_WARP>
 struct TileReader {
   typename K::Storage& storage;
@@ -94,13 +95,17 @@ struct TileReader {
     return completed(storage.tile_full[ring.slot()], ring.phase());
   }
 
-  __device__ __forceinline__ Tile next() {
+  __device__ __forceinline__ const Tile& front() const {
     wait(storage.tile_full[ring.slot()], ring.phase(), fault, Tag::kNextTile);
-    const Tile tile = storage.tile[ring.slot()];
+    return storage.tile[ring.slot()];
+  }
+  __device__ __forceinline__ void release(int slot) const {
     if constexpr (WHOLE_WARP) __syncwarp();
-    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[ring.slot()]);
+    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[slot]);
+  }
+  __device__ __forceinline__ void pop() {
+    release(ring.slot());
     ring.advance();
-    return tile;
   }
 };
 
@@ -252,6 +257,12 @@ struct Multiplier {
   template <class G>
   __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
                                       Accumulators& d) {
+#pragma unroll
+    for (int i = 0; i < T::kSlabs; ++i) {
+#pragma unroll
+      for (int j = 0; j < T::kAccumulators; ++j) d[i][j] = 0.0f;
+      pin(d[i]);
+    }
     await_turn(turn);
     if (T::BLOCK_N > 128 && !G::kGated && p.columns - tile.n * T::BLOCK_N <= 128) {
       products<G, 2, 128>(tile, d);
@@ -266,9 +277,10 @@ struct Multiplier {
   template <class G, int SLABS, int COLUMNS>
   __device__ __forceinline__ void products(const Tile& tile, Accumulators& d) {
     constexpr bool kMnA = kOverRows<G::kProduct>, kMnB = G::kProduct != Product::kForward;
+    const int depth = tile.depth, rows = tile.rows;
     int before = ring.slot();
-    for (int step = 0; step < tile.depth; ++step) {
-      const int slot = await<G>(tile, step);
+    for (int step = 0; step < depth; ++step) {
+      const int slot = await<G>(rows - step * BLOCK_K);
       const uint32_t a = shared_address(storage.stage[slot]);
       const uint64_t a_at = describe_operand<kMnA>(a);
       const uint64_t b_at = describe_operand<kMnB>(a + BLOCK_M / 64 * kBoxBytes);
@@ -277,10 +289,8 @@ struct Multiplier {
       for (int k = 0; k < BLOCK_K / 16; ++k) {
 #pragma unroll
         for (int i = 0; i < SLABS; ++i) {
-          multiply_add<COLUMNS, kMnA, kMnB>(d[i],
-                                            a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4),
-                                            b_at + k * kNextK16<kMnB>,
-                                            k > 0 || step > 0);
+          multiply_add<COLUMNS, kMnA, kMnB>(
+              d[i], a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4), b_at + k * kNextK16<kMnB>, 1);
         }
       }
       products_commit();
@@ -299,12 +309,11 @@ struct Multiplier {
 
   // Waits for the next stage and, where the expert's rows end inside it, zeroes the rest.
   template <class G>
-  __device__ __forceinline__ int await(const Tile& tile, int step) {
+  __device__ __forceinline__ int await(int valid) {
     const int slot = ring.slot();
     wait(storage.stage_full[slot], ring.phase(), fault, Tag::kMultiplyStage);
     ring.advance();
     if constexpr (kOverRows<G::kProduct>) {
-      const int valid = tile.rows - step * BLOCK_K;
       if (valid < BLOCK_K) zero_rows(storage.stage[slot], valid);
     }
     return slot;

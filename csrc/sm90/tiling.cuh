@@ -20,7 +20,7 @@ namespace mok::sm90 {
 constexpr int BLOCK_M = kRowTile;
 constexpr int BLOCK_K = kDepthTile;
 constexpr int kSlab = 64;      // rows of one product; a row tile has two
-constexpr int kTileSlots = 2;  // tiles that load may publish ahead
+constexpr int kTileSlots = 4;  // tiles that a role still needs, or load has published ahead
 constexpr int kThreads = 384;  // warpgroup 0 loads, fetches, stores, moves; 1 and 2 multiply
 constexpr int kMaxShared = 232448;
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;

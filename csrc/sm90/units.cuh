@@ -1,12 +1,11 @@
 // From accumulators to global memory, through a ring of units. A unit is kKinds boxes of 64 rows:
 // one for most epilogues, gate, up and activation for the gradient of SwiGLU.
 //
-// A tile's output is a fixed sequence of units, the same for every role: for each column unit, for
-// each of the two slabs of 64 rows. fetch brings old values into units that need them (only in
+// A tile's output is a fixed sequence of units, the same for every role: for each of the two slabs
+// of 64 rows, for each column unit. fetch brings old values into units that need them (only in
 // kernels with a pass that reads), multiply fills a unit, store sends it. Units outside the problem
 // pass through all hands empty. A slab with fewer than 64 valid rows is copied row by row, by
-// store's lanes: padding is never written. (Not by multiply, whose code the unrolled units repeat:
-// it must stay in the instruction cache.)
+// store's lanes: padding is never written.
 //
 // Every output element is written exactly once, by one thread's value: no atomics, no order.
 //
@@ -28,7 +27,9 @@
 // the unit kUnitSlots before it, which store has taken or will take: kLag < kUnitSlots.
 //
 // Where other CTAs wait for a tile, store announces it: once all its copies are complete, and
-// before store waits for anything that may take long, so that no cycle of waits can close.
+// before store waits for anything that may take long, so that no cycle of waits can close. It keeps
+// the tile's slot of the queue until then: of the kTileSlots, store holds one announced late and
+// one under way, the warpgroups one each.
 #pragma once
 
 #include "epilogue.cuh"
@@ -75,24 +76,33 @@ struct Filler {  // multiply's part
     if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
   }
 
-  template <class G, class Accumulators>
+  // Uses the accumulators up.
+  template <class G, int COUNT>
   __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
-                                      const Accumulators& d) {
+                                      float (&d)[2][COUNT]) {
+    using E = typename G::Epilogue;
     await_turn(turn);
+#pragma unroll 1
+    for (int slab = 0; slab < 2; ++slab) {
+#pragma unroll 1
+      for (int unit = 0; unit < E::kUnits; unit += E::kRound) {
 #pragma unroll
-    for (int unit = 0; unit < G::Epilogue::kUnits; ++unit) {
+        for (int part = 0; part < E::kRound; ++part) {
+          fill<G>(p, tile, d[0], unit + part, part, slab);
+          ring.advance();
+        }
 #pragma unroll
-      for (int slab = 0; slab < 2; ++slab) {
-        fill<G>(p, tile, d[slab], unit, slab);
-        ring.advance();
+        for (int i = 0; i < COUNT - E::kShift; ++i) d[0][i] = d[0][i + E::kShift];
       }
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) d[0][i] = d[1][i];
     }
     pass_turn();
   }
 
   template <class G>
   __device__ __forceinline__ void fill(const PassParameters& p, const Tile& tile, const float* d,
-                                       int unit, int slab) {
+                                       int unit, int part, int slab) {
     using E = typename G::Epilogue;
     const int rows = slab_rows<G>(p, tile, slab), first = first_output_row<G>(tile, slab);
     if constexpr (K::kReads) {
@@ -101,9 +111,9 @@ struct Filler {  // multiply's part
       wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, fault, Tag::kMultiplyUnit);
     }
     const uint32_t at = shared_address(storage.unit[ring.slot()]);
-    float part[2];  // sums over a row, of epilogues that have them
+    float sums[2];  // over a row, of epilogues that have them
     if (rows > 0 && E::live(p, tile, unit)) {
-      E::write(p, tile, d, unit, at, warp, lane, first + warp * 16 + (lane >> 2), part);
+      E::write(p, d, part, at, warp, lane, first + warp * 16 + (lane >> 2), sums);
     }
     fence_async_shared();
     __syncwarp();
@@ -111,7 +121,7 @@ struct Filler {  // multiply's part
     // Not before: the fence would wait until these stores have arrived in memory.
     if constexpr (E::kSums) {
       if (rows > 0 && E::live(p, tile, unit)) {
-        E::write_sums(p, tile, part, unit, warp, lane, first, rows);
+        E::write_sums(p, tile, sums, unit, warp, lane, first, rows);
       }
     }
   }
@@ -122,13 +132,15 @@ __device__ __forceinline__ void fetch(const typename K::Parameters& p,
                                       typename K::Storage& storage) {
   TileReader<K, false> tiles{storage, p.fault};
   Ring<K::Storage::kUnitSlots> ring;
-  for (Tile tile = tiles.next(); !tile.last(); tile = tiles.next()) {
+  for (;; tiles.pop()) {
+    const Tile& tile = tiles.front();
+    if (tile.last()) break;
     if (tile.depth == 0) continue;
     K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
       using G = decltype(g);
       using E = typename G::Epilogue;
       for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
-        const int slab = i % 2, unit = i / 2;
+        const int slab = i / E::kUnits, unit = i % E::kUnits;
         wait(storage.unit_drained[ring.slot()], ring.phase() ^ 1, p.fault, Tag::kFetchUnit);
         uint64_t& ready = storage.unit_ready[ring.slot()];
         if constexpr (E::kReads) {
@@ -156,27 +168,31 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
 
   const typename K::Parameters& p;
   typename K::Storage& storage;
+  TileReader<K, true> tiles;
   Ring<kSlots> ring{}, oldest{};
   int under_way = 0;
-  bool owed = false;  // `sent` is not announced yet
-  Tile sent{};
+  int owed = -1;  // slot of the tile that is sent and not announced yet
 
   static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
 
   __device__ __forceinline__ void run() {
-    TileReader<K, true> tiles{storage, p.fault};
     for (;;) {
-      if (owed && !__any_sync(~0u, tiles.ready())) settle<0>();
-      const Tile tile = tiles.next();
+      if (owed >= 0 && !__any_sync(~0u, tiles.ready())) settle<0>();
+      const Tile& tile = tiles.front();
       if (tile.last()) break;
-      if (tile.depth == 0) continue;
+      if (tile.depth == 0) {
+        tiles.pop();
+        continue;
+      }
       K::with_pass(p, tile, [&](auto g, const PassParameters& q) { send<decltype(g)>(q, tile); });
       if constexpr (K::kAnnounces) {
-        sent = tile;
-        owed = true;
+        owed = tiles.ring.slot();
+        tiles.ring.advance();
+      } else {
+        tiles.pop();
       }
     }
-    if (owed) settle<0>();
+    if (owed >= 0) settle<0>();
     bulk_wait<0>();
   }
 
@@ -184,16 +200,18 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
   __device__ __forceinline__ void settle() {
     bulk_wait<PENDING>();
     __syncwarp();  // rows that other lanes have copied
-    if (leads()) K::announce(p, sent);
-    owed = false;
+    if (leads()) K::announce(p, storage.tile[owed]);
+    tiles.release(owed);
+    owed = -1;
   }
 
   template <class G>
   __device__ __forceinline__ void send(const PassParameters& q, const Tile& tile) {
     using E = typename G::Epilogue;
     for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
-      const int slab = i % 2, unit = i / 2;
-      if (owed && !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
+      const int slab = i / E::kUnits, unit = i % E::kUnits;
+      if (owed >= 0 &&
+          !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
         settle<0>();
       }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
@@ -209,7 +227,7 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
         }
       }
       bulk_commit();
-      if (owed) settle<1>();
+      if (owed >= 0) settle<1>();
       __syncwarp();
       if (under_way < kLag) {
         ++under_way;
