@@ -26,6 +26,7 @@ SOURCES = (
     "csrc/device/schedule.cuh",
     "csrc/device/plan.cuh",
     "tests/csrc/protocol_model.h",
+    "tests/csrc/protocol_state.h",
     "tests/csrc/protocol_machine.h",
     "tests/csrc/protocol_host.cpp",
 )
@@ -46,6 +47,7 @@ class Small:
     ctas: int = 1
     slots: int = 1
     depth: int = 1
+    held: int = 0
     tiles: int = 1
     ahead: int = 1
     seed: int = 0
@@ -69,7 +71,7 @@ SMALL = {
     "two-ctas": Small(choices=1, ctas=2, slots=2, calls=1),
     "two-experts-a-rank": Small(local=2, calls=3),
     "ragged": Small(tokens=(0, 2, 2, 1)),
-    "two-copies-under-way": Small(depth=2, calls=3),
+    "moves-under-way-and-held": Small(depth=2, held=2, local=2, calls=3),
     "two-column-tiles": Small(tiles=2),
     "a-rank-stops": Small(calls=3, dies=1),
     "three-ranks": Small(ranks=3, calls=1),
@@ -119,7 +121,7 @@ class Protocol:
         self.library = ctypes.CDLL(str(tree / "protocol.so"))
         self.library.wander_many.restype = ctypes.c_int64
 
-    def explore(self, small: Small, most: int = 50_000_000) -> Explored:
+    def explore(self, small: Small, most: int = 20_000_000) -> Explored:
         """Every order of steps, up to `most` states."""
         words = small.words()
         out = (ctypes.c_int64 * 3)()

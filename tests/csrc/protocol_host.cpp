@@ -146,12 +146,12 @@ Setup drawn_setup(Random& random, int seed) {
   s.ctas = 1 + below(random, 3);
   s.slots = 1 + below(random, s.ctas);
   s.depth = 1 + below(random, kFlight);
+  s.held = below(random, kFlight);
   s.n0 = 1 + below(random, 2);
   s.n1 = 1 + below(random, 2);
   s.ahead = 1 + below(random, 3);
   s.token_tile = 1 + below(random, 2);
   s.shared = below(random, 2) != 0;
-  s.all_in_first = below(random, 2) != 0;
   s.seed = seed;
   constexpr uint32_t kEpochs[4] = {0, 1, 0xfffffffd, 0xfffffffe};
   s.epoch = kEpochs[below(random, 4)];
@@ -179,6 +179,9 @@ Setup drawn_setup(Random& random, int seed) {
       call.choice[odd].assign((s.most + 1) * s.choices, 0);
       break;
     }
+    case 3:  // a choice is faulty
+      s.calls[below(random, calls)].spoiled = true;
+      break;
     default:
       break;
   }
@@ -195,6 +198,7 @@ Setup small_setup(const int32_t* words) {
                              &s.ctas,
                              &s.slots,
                              &s.depth,
+                             &s.held,
                              &s.n0,
                              &s.ahead,
                              &s.seed};

@@ -2,54 +2,13 @@
 // csrc/sm90/direction.cuh: input(), announce(), combine_when_ready().
 #pragma once
 
-#include <algorithm>
-
-#include "protocol_model.h"
+#include "protocol_state.h"
 
 namespace protocol {
 
-enum Phase : Word { kPublish, kSend, kGather, kRead, kGrid, kFinished, kDead, kExpired };
-enum Stage : Word { kNothing, kInHand, kIssued, kVisible };  // of a mover's move
-constexpr int kRing = 2;    // tiles that a CTA has taken and not announced
-constexpr int kFlight = 3;  // most copies of a mover under way
-
-struct Block {  // counters beside what is true
-  Word ready, brought, done0, made0, done1, made1, sums;
-};
-struct Cta {
-  Word status;  // 0: waits for a slot, 1: runs, 2: has left
-  Word ticket[kRing], taken, loaded, multiplied, summed, made, announced, no_more, token, peek;
-  Word move, stage, row, flight[kFlight], under_way, no_moves;
-};
-
-class Machine {
+class Machine : public State {
  public:
-  explicit Machine(const Setup& setup) : s(setup), works(setup.ranks) {
-    size_t longest = 0;
-    for (const auto& calls : s.order) longest = std::max(longest, calls.size());
-    epochs = {s.epoch};
-    for (size_t i = 0; i < longest; ++i)
-      epochs.push_back(s.seed == kFrozenEpoch && i > 0 ? epochs.back()
-                                                       : mok::next_epoch(epochs.back()));
-    for (int r = 0; r < s.ranks; ++r) {
-      for (size_t i = 0; i < s.order[r].size(); ++i) {
-        works[r].push_back(work_of(s, s.calls[s.order[r][i]], r, is_refused(r, i)));
-        const Work& w = works[r].back();
-        tokens_most = std::max<int>(tokens_most, w.shape.tokens);
-        blocks_most = std::max<int>(blocks_most, w.blocks() + w.shape.shared_blocks());
-      }
-    }
-    slots = s.most * s.choices;
-    grid = 9 + 4 * s.ranks + 2 * slots;
-    first_block = grid + 2 + s.local + tokens_most;
-    rank_words = first_block + blocks_most * words<Block>() + s.ctas * words<Cta>();
-    state.assign(static_cast<size_t>(rank_words) * s.ranks, 0);
-    for (int r = 0; r < s.ranks; ++r)
-      if (s.order[r].empty()) phase(r) = kFinished;
-  }
-
-  std::vector<Word> state;
-  std::string fault;
+  using State::State;
 
   // Agents of a rank: stream, death, a sender and a watcher for each peer, and of each CTA load,
   // multiply, store, mover, and who comes and goes.
@@ -102,28 +61,6 @@ class Machine {
     }
   }
 
-  // The state with the CTAs of each rank sorted: they are interchangeable.
-  const std::vector<Word>& canonical() {
-    sorted = state;
-    const int each = words<Cta>();
-    for (int r = 0; r < s.ranks && s.ctas > 1 && s.seed != kOwnedTiles; ++r) {
-      Word* const first = sorted.data() + static_cast<size_t>(r + 1) * rank_words - s.ctas * each;
-      for (int i = 1; i < s.ctas; ++i)
-        for (int j = i; j > 0; --j) {
-          Word* const b = first + j * each;
-          if (std::lexicographical_compare(b, b + each, b - each, b))
-            std::swap_ranges(b, b + each, b - each);
-        }
-    }
-    return sorted;
-  }
-
-  bool finished() const {
-    for (int r = 0; r < s.ranks; ++r)
-      if (state[static_cast<size_t>(r) * rank_words] < kFinished) return false;
-    return true;
-  }
-
   // Nobody can go. A rank whose waits have deadlines ends; false: it hangs.
   bool expire() {
     for (int r = 0; r < s.ranks && s.may_expire; ++r) {
@@ -134,84 +71,7 @@ class Machine {
     return false;
   }
 
-  std::string where() {
-    std::string text = "all are blocked:";
-    for (int r = 0; r < s.ranks; ++r)
-      text += " rank " + std::to_string(r) + " in call " + std::to_string(call(r)) + ", phase " +
-              std::to_string(phase(r)) + ";";
-    return text;
-  }
-
  private:
-  const Setup& s;
-  std::vector<uint32_t> epochs;          // [calls + 1]
-  std::vector<std::vector<Work>> works;  // [P][calls of the rank]
-  std::vector<Word> sorted;
-  int tokens_most = 0, blocks_most = 0, slots = 0, grid = 0, first_block = 0, rank_words = 0;
-
-  template <class T>
-  static constexpr int words() {
-    return sizeof(T) / sizeof(Word);
-  }
-
-  bool is_refused(int r, size_t i) const {  // what every rank finds in the starts
-    const Call& mine = s.calls[s.order[r][i]];
-    bool refused = false;
-    for (int p = 0; p < s.ranks; ++p) {
-      if (i >= s.order[p].size()) continue;
-      const Call& theirs = s.calls[s.order[p][i]];
-      const bool differs = theirs.layer != mine.layer || theirs.backward != mine.backward;
-      refused |= (s.seed != kUncheckedStart && differs) || theirs.tokens[p] > s.most;
-    }
-    return refused;
-  }
-
-  // ---- where things are
-
-  Word* of(int r) { return state.data() + static_cast<size_t>(r) * rank_words; }
-  Word& phase(int r) { return of(r)[0]; }
-  Word& call(int r) { return of(r)[1]; }
-  Word& begun(int r) { return of(r)[2]; }  // senders under way, then peers whose start was seen
-  Word& sent(int r) { return of(r)[3]; }
-  Word& running(int r) { return of(r)[4]; }
-  Word& x(int r, int g) { return of(r)[5 + g]; }
-  Word& choices(int r, int g) { return of(r)[7 + g]; }
-  Word& start(int r, int g, int from) { return of(r)[9 + g * s.ranks + from]; }
-  Word& start_epoch(int r, int g, int from) { return of(r)[9 + (2 + g) * s.ranks + from]; }
-  Word& home(int r, int slot) { return of(r)[grid - 2 * slots + slot]; }
-  Word& arrived(int r, int slot) { return of(r)[grid - slots + slot]; }
-  Word& tickets(int r) { return of(r)[grid]; }
-  Word& move_tickets(int r) { return of(r)[grid + 1]; }
-  Word& expert_done(int r, int e) { return of(r)[grid + 2 + e]; }
-  Word& combined(int r, int token) { return of(r)[grid + 2 + s.local + token]; }
-  Block& block(int r, int b) { return reinterpret_cast<Block*>(of(r) + first_block)[b]; }
-  Cta& cta(int r, int c) {
-    return reinterpret_cast<Cta*>(of(r) + first_block + blocks_most * words<Block>())[c];
-  }
-
-  const Work& work(int r) { return works[r][call(r)]; }
-  const Call& what(int r) { return s.calls[s.order[r][call(r)]]; }
-  // Cells and signals hold a call's number on its rank, from 1; the kernels compare its epoch.
-  Word now(int r) { return call(r) + 1; }
-  uint32_t epoch(Word number) const { return number == 0 ? 0 : epochs[number]; }  // 0: zeroed
-  int generation(int r) { return s.seed == kOneGeneration ? 0 : epoch(now(r)) % mok::kGenerations; }
-  static Word unseen(Word number) { return number | 0x8000; }
-  static void make_visible(Word& cell) { cell &= 0x7fff; }
-
-  template <class T>
-  static bool set(Word& word, T value) {
-    word = value;
-    return true;
-  }
-  void wrong(const char* text, int r) {
-    if (fault.empty())
-      fault =
-          std::string(text) + ": rank " + std::to_string(r) + ", call " + std::to_string(call(r));
-  }
-  void read(Word cell, int r, const char* text) {
-    if (cell != now(r)) wrong(text, r);
-  }
-
   // ---- the stream: publish, gather, grid after grid
 
   bool stream(int r, bool quiet) {
@@ -288,7 +148,9 @@ class Machine {
     for (int b = 0; b < w.blocks(); ++b) {
       const Block& at = block(r, b);
       if (at.made0 != s.n0 || at.made1 != s.n1) wrong("a product is not made once", r);
-      if (at.brought != w.brought[b] || at.ready != at.brought) wrong("a row is not there once", r);
+      if (at.brought != w.brought[b] || at.ready != at.brought ||
+          at.brought1 != (what(r).backward ? at.brought : 0))
+        wrong("a row is not there once", r);
     }
     ++call(r);
     sent(r) = begun(r) = 0;
@@ -350,21 +212,29 @@ class Machine {
   bool may_load(int r, const mok::Tile& tile) {
     const Work& w = work(r);
     const int which = kind(w, tile);
-    if (which == w.shape.passes || (which != 1 && is_shared(w, tile))) return true;
+    const bool shared = is_shared(w, tile);
+    if (which == w.shape.passes || (which == 0 && shared)) return true;
     Block& at = block_of(r, tile);
     if (which == 0) {
       if (at.ready < tile.rows) return false;
       if (at.brought < tile.rows) wrong("pass 0 reads rows that are not there", r);
     } else if (which == 1) {
-      const bool swapped = s.seed == kSwappedWait && !is_shared(w, tile);
+      const bool swapped = s.seed == kSwappedWait && !shared;
       if (swapped ? at.ready < tile.rows : at.done0 < s.n0) return false;
       if (at.made0 < s.n0) wrong("pass 1 reads what pass 0 has not made", r);
     } else {
-      const int first = w.start[tile.expert] / mok::kRowTile,
-                end = w.start[tile.expert + 1] / mok::kRowTile;
-      if (expert_done(r, tile.expert) < (end - first) * s.n0) return false;
-      for (int b = first; b < end; ++b)
+      const int first = shared ? w.blocks() : w.start[tile.expert] / mok::kRowTile;
+      const int count =
+          shared ? w.shape.shared_blocks() : w.start[tile.expert + 1] / mok::kRowTile - first;
+      const bool second = which == 3 && s.seed != kNoRows;
+      const int moved = second && !shared ? w.count[tile.expert] : 0;
+      const Word seen = second ? expert_rows(r, tile.expert) : expert_done(r, tile.expert);
+      if (seen < count * s.n0 + moved) return false;
+      for (int b = first; b < first + count; ++b) {
         if (block(r, b).made0 < s.n0) wrong("a weight gradient reads what is not made", r);
+        if (which == 3 && !shared && block(r, b).brought1 < w.brought[b])
+          wrong("a weight gradient reads rows that are not there", r);
+      }
     }
     return true;
   }
@@ -394,6 +264,7 @@ class Machine {
 
   bool may_combine(int r, int t) {
     const Work& w = work(r);
+    if (what(r).spoiled) return true;
     for (int c = 0; c < s.ctas && s.seed == kGridBarrier; ++c)
       if (cta(r, c).status == 0) return false;
     for (const Work::Piece& piece : w.pieces[t]) {
@@ -430,7 +301,10 @@ class Machine {
     if (which <= 1) {
       Block& b = block_of(r, tile);
       ++(make ? which == 0 ? b.made0 : b.made1 : which == 0 ? b.done0 : b.done1);
-      if (!make && which == 0 && !is_shared(w, tile)) ++expert_done(r, tile.expert);
+      if (!make && which == 0) {
+        ++expert_done(r, tile.expert);
+        ++expert_rows(r, tile.expert);
+      }
     }
     return make ? set(a.made, a.made + 1) : set(a.announced, a.announced + 1);
   }
@@ -440,62 +314,76 @@ class Machine {
   bool mover(int r, Cta& a) {
     if (a.status != 1 || a.no_moves) return false;
     const Work& w = work(r);
-    if (a.stage == kNothing) {
-      if (move_tickets(r) == static_cast<int>(w.moves.size())) {
-        return a.under_way > 0 ? settle(r, a) : set(a.no_moves, 1);
-      }
-      if (a.under_way == s.depth) return settle(r, a);
-      a.move = move_tickets(r)++;
-      const Work::Move& move = w.moves[a.move];
-      if (move.home) return set(a.stage, kInHand);
-      read_tokens(r, move.at);
-      if (s.seed == kEarlyReady) ++block(r, w.rows[move.at].block).ready;
-      a.flight[a.under_way++] = move.at;
-      return true;
+    const bool takes = a.stage == kNothing && a.hands <= s.held &&
+                       move_tickets(r) < static_cast<int>(w.moves.size());
+    if (takes) a.hand[a.hands++] = move_tickets(r)++;
+    if (takes && s.held > 0) return true;
+    if (a.hands == 0) return a.under_way > 0 ? settle(r, a) : set(a.no_moves, 1);
+    const Work::Move& move = w.moves[a.hand[0]];
+    if (move.source == kHome) {
+      if (takes) return true;
+      if (a.under_way > 0 && s.seed != kUnsettled) return settle(r, a);
+      return send_home(r, a, move);
     }
-    if (a.under_way > 0 && s.seed != kUnsettled) return settle(r, a);
-    return push(r, a, w.moves[a.move].at);
+    if (a.under_way == s.depth) return takes || settle(r, a);
+    read_tokens(r, move);
+    if (s.seed == kEarlyReady && move.source == 0) block(r, move.block).ready += move.rows.size();
+    a.flight[a.under_way++] = a.hand[0];
+    return shift(a.hand, a.hands);
   }
 
-  void read_tokens(int r, int at) {
-    read(
-        x(work(r).rows[at].rank, generation(r)), r, "a pull reads tokens that are not this call's");
+  static bool shift(Word (&queue)[kFlight], Word& count) {
+    std::copy(queue + 1, queue + kFlight, queue);
+    queue[kFlight - 1] = 0;
+    return set(count, count - 1);
   }
 
-  bool settle(int r, Cta& a) {  // of the oldest copy
-    const int at = a.flight[0];
-    read_tokens(r, at);
-    Block& b = block(r, work(r).rows[at].block);
-    ++b.brought;
-    if (s.seed != kEarlyReady) ++b.ready;
-    std::copy(a.flight + 1, a.flight + kFlight, a.flight);
-    a.flight[kFlight - 1] = 0;
-    return set(a.under_way, a.under_way - 1);
+  void read_tokens(int r, const Work::Move& move) {
+    for (const int i : move.rows)
+      read(x(work(r).rows[i].rank, generation(r)), r, "a pull reads another call's tokens");
   }
 
-  bool push(int r, Cta& a, int b) {
+  bool settle(int r, Cta& a) {  // the oldest copies
+    const Work::Move& move = work(r).moves[a.flight[0]];
+    const Word rows = move.rows.size();
+    read_tokens(r, move);
+    Block& b = block(r, move.block);
+    if (move.source == 0) {
+      b.brought += rows;
+      if (s.seed != kEarlyReady) b.ready += rows;
+    } else {
+      b.brought1 += rows;
+      expert_rows(r, move.expert) += rows;
+    }
+    return shift(a.flight, a.under_way);
+  }
+
+  bool send_home(int r, Cta& a, const Work::Move& move) {
     const Work& w = work(r);
-    const std::vector<int>& rows = w.away[b];
-    const bool sums = what(r).backward;
-    if (a.stage == kInHand) {
-      if (s.seed != kPushEarly && block(r, b).done1 < s.n1) return false;
-      if (sums && s.seed != kNoSums && block(r, b).sums < s.n0) return false;
-      if (block(r, b).made1 < s.n1) wrong("a push reads what pass 1 has not made", r);
-      if (sums && block(r, b).sums < s.n0) wrong("a push reads sums that are not there", r);
-      for (const int i : rows) home(w.rows[i].rank, w.rows[i].slot) = unseen(now(r));
+    Block& b = block(r, move.block);
+    const bool sums = what(r).backward, early = s.seed == kEarlyArrival;
+    if (a.stage == kNothing) {
+      if (s.seed != kPushEarly && b.done1 < s.n1) return false;
+      if (sums && s.seed != kNoSums && b.sums < s.n0) return false;
+      if (b.made1 < s.n1) wrong("a push reads what pass 1 has not made", r);
+      if (sums && b.sums < s.n0) wrong("a push reads sums that are not there", r);
+      for (const int i : move.rows) home(w.rows[i].rank, w.rows[i].slot) = unseen(now(r));
       return set(a.stage, kIssued);
     }
-    const bool early = s.seed == kEarlyArrival;
     if (a.stage == (early ? kVisible : kIssued)) {
-      for (const int i : rows) make_visible(home(w.rows[i].rank, w.rows[i].slot));
-      return set(a.stage, early ? kNothing : kVisible);
+      for (const int i : move.rows) make_visible(home(w.rows[i].rank, w.rows[i].slot));
+      if (!early) return set(a.stage, kVisible);
+      a.stage = kNothing;
+      return shift(a.hand, a.hands);
     }
-    const Work::Row& row = w.rows[rows[a.row]];
-    const bool last = a.row + 1u == rows.size();
+    const Work::Row& row = w.rows[move.rows[a.row]];
+    const bool last = a.row + 1u == move.rows.size();
     if (!last || s.seed != kDroppedArrival) arrived(row.rank, row.slot) = now(r);
     a.row = last ? 0 : a.row + 1;
-    if (last) a.stage = early ? kVisible : kNothing;
-    return true;
+    if (!last) return true;
+    if (early) return set(a.stage, kVisible);
+    a.stage = kNothing;
+    return shift(a.hand, a.hands);
   }
 };
 

@@ -17,8 +17,8 @@
 // products and pushes start after what they read is there; each token is combined once.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -41,7 +41,7 @@ enum Seed : int {
   kDroppedArrival,   // the last row of a push is not announced
   kEarlyArrival,     // a row is announced before it has arrived
   kPushEarly,        // a push does not wait for its tiles
-  kPushFirst,        // an expert's rows are pushed before the next one's are brought
+  kPushFirst,        // an expert's rows go home before the next one's are brought
   kUnsettled,        // a mover waits for tiles while rows it has brought are not announced
   kOwedAnnounce,     // store announces a tile when it has the next
   kEarlyReady,       // rows are announced when their copy is issued
@@ -53,6 +53,7 @@ enum Seed : int {
   kFrozenEpoch,      // a call has the epoch of the one before
   kSwappedWait,      // pass 1 waits for the rows, not for pass 0
   kNoSums,           // backward pushes without waiting for the probability's gradient
+  kNoRows,           // the last weight gradient does not wait for the rows that only it reads
   kUncheckedStart,   // gather does not compare the starts
   kNoDeadline,       // gather waits without a deadline
   kSeeds,
@@ -61,15 +62,16 @@ enum Seed : int {
 struct Call {  // what a rank brings; equal on all ranks but tokens and choices
   int layer = 0;
   bool backward = false;
-  std::vector<int> tokens;               // [P]
+  bool spoiled = false;     // a choice is faulty: combine writes NaN and waits for nothing
+  std::vector<int> tokens;  // [P]
   std::vector<std::vector<int>> choice;  // [P][T · K] expert, -1: none
 };
 
 struct Setup {
   int ranks = 2, local = 1, choices = 1, most = 1;  // most: Tmax
-  int ctas = 1, slots = 1, depth = 1;               // depth: copies that a mover has under way
+  int ctas = 1, slots = 1;
+  int depth = 1, held = 0;  // moves whose copies a mover has under way; tickets it has for later
   int n0 = 1, n1 = 1, ahead = 1, token_tile = 1;
-  bool all_in_first = true;  // moves: every row in before one goes home; else in turn, with a lag
   bool shared = false;
   uint32_t epoch = 0;  // of the workspace before the first call
   std::vector<Call> calls;
@@ -82,20 +84,19 @@ struct Setup {
 // One rank's work in one call, from the headers.
 struct Work {
   struct Row {
-    int block, rank, slot;
+    int at, rank, slot;
   };
   bool refused = false;
   std::vector<int32_t> start, count, first;
   mok::PlanShape shape{};
   std::vector<mok::Tile> tiles;
-  std::vector<Row> rows;               // in schedule order
-  std::vector<std::vector<int>> away;  // [block] rows of other ranks' tokens
-  std::vector<int> brought;            // [block] rows
+  std::vector<Row> rows;     // in schedule order
+  std::vector<int> brought;  // [block] rows
   struct Move {
-    bool home;
-    int at;  // row, or block
+    int source, block, expert;  // source: kHome of rows that go home
+    std::vector<int> rows;      // of them, those that there are
   };
-  std::vector<Move> moves;  // by ticket
+  std::vector<Move> moves;  // by ticket, without those of no row
   struct Piece {
     bool here;
     int at;  // block here, or slot
@@ -104,6 +105,30 @@ struct Work {
 
   int blocks() const { return static_cast<int>(brought.size()); }
 };
+
+constexpr int kHome = 2;
+
+// Tickets of rows to bring, then of rows to send home. mixed: an expert's go home after its own.
+inline void set_moves(Work& w, int sources, int rank, bool mixed) {
+  const auto add = [&](int source, int first, int count) {
+    Work::Move move{source, first / mok::kRowTile, 0, {}};
+    for (int i = 0; i < static_cast<int>(w.rows.size()); ++i) {
+      const bool wanted = source != kHome || w.rows[i].rank != rank;
+      if (wanted && w.rows[i].at >= first && w.rows[i].at < first + count) move.rows.push_back(i);
+    }
+    while (w.start[move.expert + 1] <= first) ++move.expert;
+    if (!move.rows.empty()) w.moves.push_back(move);
+  };
+  const mok::MoveOrder order = mok::MoveOrder::of(w.shape, sources);
+  for (int ticket = 0; ticket < order.count(); ++ticket) {
+    const mok::Move move = order.at(ticket);
+    add(move.source, move.group * mok::kMoveRows, mok::kMoveRows);
+  }
+  for (int first = 0; first < w.start.back(); first += mok::kPushRows)
+    add(kHome, first, mok::kPushRows);
+  const auto before = [](const Work::Move& a, const Work::Move& b) { return a.expert < b.expert; };
+  if (mixed) std::stable_sort(w.moves.begin(), w.moves.end(), before);
+}
 
 inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
   Work w;
@@ -116,7 +141,7 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
     for (int p = 0; p < s.ranks && !refused; ++p) {
       for (int i = 0; i < call.tokens[p] * s.choices; ++i) {
         if (call.choice[p][i] != e) continue;
-        w.rows.push_back({(first + rows) / mok::kRowTile, p, i});
+        w.rows.push_back({first + rows, p, i});
         ++rows;
       }
     }
@@ -124,25 +149,8 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
     w.start.push_back(first + mok::tiles_of(rows, mok::kRowTile) * mok::kRowTile);
   }
   const int blocks = w.start.back() / mok::kRowTile;
-  w.away.resize(blocks);
   w.brought.resize(blocks);
-  for (int i = 0; i < static_cast<int>(w.rows.size()); ++i) {
-    ++w.brought[w.rows[i].block];
-    if (w.rows[i].rank != rank) w.away[w.rows[i].block].push_back(i);
-  }
-  const auto move = [&](int expert, bool home) {
-    if (expert < 0 || expert >= s.local) return;
-    const int begin = w.start[expert] / mok::kRowTile, end = w.start[expert + 1] / mok::kRowTile;
-    for (int b = begin; b < end && home; ++b)
-      if (!w.away[b].empty()) w.moves.push_back({true, b});
-    for (int i = 0; i < static_cast<int>(w.rows.size()) && !home; ++i)
-      if (w.rows[i].block >= begin && w.rows[i].block < end) w.moves.push_back({false, i});
-  };
-  const int lag = s.seed == kPushFirst ? 1 : s.all_in_first ? s.local : s.ahead + 1;
-  for (int step = 0; step < s.local + lag; ++step) {
-    move(step, false);
-    move(step - lag, true);
-  }
+  for (const Work::Row& row : w.rows) ++w.brought[row.at / mok::kRowTile];
   for (int t = 0; t < static_cast<int>(w.pieces.size()) && !refused; ++t) {
     for (int k = 0; k < s.choices; ++k) {
       const int slot = t * s.choices + k, expert = call.choice[rank][slot];
@@ -152,7 +160,8 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
         continue;
       }
       for (const Work::Row& row : w.rows)
-        if (row.rank == rank && row.slot == slot) w.pieces[t].push_back({true, row.block});
+        if (row.rank == rank && row.slot == slot)
+          w.pieces[t].push_back({true, row.at / mok::kRowTile});
     }
   }
   mok::PlanShape& shape = w.shape;
@@ -170,6 +179,7 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
     pass[1] = {0, s.n1, 1};
     if (call.backward) pass[2] = pass[3] = {1, 1, 0};
   }
+  set_moves(w, call.backward ? 2 : 1, rank, s.seed == kPushFirst);
   w.first.resize(shape.segments() + 1);
   for (int i = 0; i < shape.segments(); ++i)
     w.first[i + 1] = w.first[i] + mok::segment_tiles(shape, mok::segment_at(shape, i));

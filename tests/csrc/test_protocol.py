@@ -39,6 +39,7 @@ def test_every_order_of_a_small_problem(
     found = protocol.explore(SMALL[name])
     assert found.fault == ""
     assert found.complete
+    assert found.states > 1000
     with capsys.disabled():
         print(f"\n{name}: {found.states} states, {found.steps} steps", end="")
 
@@ -73,6 +74,7 @@ SEEDS = {
     "kFrozenEpoch": "not this call's",
     "kSwappedWait": "has not made",
     "kNoSums": "sums that are not there",
+    "kNoRows": "rows that are not there",
     "kUncheckedStart": f"not this call's|{BLOCKED}",
     "kNoDeadline": BLOCKED,
 }
