@@ -158,9 +158,10 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
       : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-      : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(from),
+               "r"(bytes)
+               : "memory");
 }
 
 // ---- bulk groups (stores issued by this thread)

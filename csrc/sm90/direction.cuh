@@ -152,10 +152,12 @@ struct Direction {
   // ---- moves: one thread, a few rows at a time, in the plan's order
 
   static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
+    const bool one = threadIdx.x % 32 == 0;
+    if (!RANKS && !one) return;
     const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
     Mover<MOVE_SLOTS> mover{storage.move, p.fault};
     int ticket = 0, next = 0;
-    if (threadIdx.x % 32 == 0) bring_rows(p, order, mover, ticket, next);
+    if (!RANKS || one) bring_rows(p, order, mover, ticket, next);
     if constexpr (RANKS) send_rows_home(p, order, mover, ticket, next);
   }
 

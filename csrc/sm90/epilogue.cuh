@@ -126,8 +126,9 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
     store_box(at, &p.out, unit % 3 * p.columns + column(tile, unit), row);
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P& p, const float* gate, int part, uint32_t at,
-                                               int warp, int lane, int row, float (&)[2]) {
+  static __device__ __forceinline__ void write(const P& p, const float* gate, int part,
+                                               uint32_t at, int warp, int lane, int row,
+                                               float (&)[2]) {
     const WarpBox<kWidth> to(at, warp, lane);
     const float* const up = gate + kHalf / 2;
     if (part == 0) return write_bf16(to, gate);

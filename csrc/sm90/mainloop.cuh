@@ -289,8 +289,10 @@ struct Multiplier {
       for (int k = 0; k < BLOCK_K / 16; ++k) {
 #pragma unroll
         for (int i = 0; i < SLABS; ++i) {
-          multiply_add<COLUMNS, kMnA, kMnB>(
-              d[i], a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4), b_at + k * kNextK16<kMnB>, 1);
+          multiply_add<COLUMNS, kMnA, kMnB>(d[i],
+                                            a_at + k * kNextK16<kMnA> + i * (kBoxBytes >> 4),
+                                            b_at + k * kNextK16<kMnB>,
+                                            1);
         }
       }
       products_commit();

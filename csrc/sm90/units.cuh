@@ -28,8 +28,8 @@
 //
 // Where other CTAs wait for a tile, store announces it: once all its copies are complete, and
 // before store waits for anything that may take long, so that no cycle of waits can close. It keeps
-// the tile's slot of the queue until then: of the kTileSlots, store holds one announced late and
-// one under way, the warpgroups one each.
+// the tile's slot of the queue until then: of the kTileSlots, store holds one announced late and one
+// under way, the warpgroups one each.
 #pragma once
 
 #include "epilogue.cuh"
@@ -210,8 +210,7 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
     using E = typename G::Epilogue;
     for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
       const int slab = i / E::kUnits, unit = i % E::kUnits;
-      if (owed >= 0 &&
-          !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
+      if (owed >= 0 && !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
         settle<0>();
       }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);

@@ -7,6 +7,7 @@ a rank's kernels wait for those of the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,9 @@ from tests.backends import cuda_cases as cases
 from tests.backends.cuda_cases import Problem, Result
 
 SMS = 132
+# Fewer hardware queues than streams would put one rank's kernels behind another's that waits for
+# them. Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +52,12 @@ class Group:
         ranks, local = shape.ep_size, shape.local_experts
         rows = row_capacity(tokens, shape.top_k, ranks, local, budget or float(ranks))
         limits = Limits(tokens=tokens, rows=rows, source="a test")
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32", "streams need queues"
         spaces = workspace.virtual(shape, limits, cases.DEVICE)
-        for space in spaces if epoch else ():
-            control = workspace.parts(shape, tokens)[1]
+        _, control, _, _, expert, _, _, _, x, _, _, _, arrived, _ = workspace.parts(shape, tokens)
+        for space in spaces:
+            space.memory[expert:arrived] = 0x7F  # ids far outside
+            space.memory[x:] = 0xFF  # NaN in bf16
             word = torch.tensor([epoch], dtype=torch.uint32).view(torch.uint8)
             space.memory[control : control + 4] = word.to(cases.DEVICE)
         backends = [CudaBackend(shape, None, cases.DEVICE, (space, 1)) for space in spaces]
@@ -58,8 +65,11 @@ class Group:
             backend.ctas = ctas or SMS // ranks
             backend.ahead = ahead
         torch.ops.mok_megatron.load_kernels()
-        torch.cuda.synchronize()
         streams = tuple(torch.cuda.Stream(cases.DEVICE) for _ in range(ranks))
+        for stream in streams:
+            with torch.cuda.stream(stream):  # torch's pool of the stream has memory from here on
+                torch.empty(64 << 20, dtype=torch.uint8, device=cases.DEVICE)
+        torch.cuda.synchronize()
         return Group(
             shape=shape, workspaces=tuple(spaces), backends=tuple(backends), streams=streams
         )
