@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from mok_megatron import backends, plugin
+from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
 from mok_megatron.parameters import ExpertModules
@@ -52,6 +53,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         self.token_dispatcher.__class__ = MokTokenDispatcher
         self._backend: Backend | None = None
         self._owners: ExpertModules | None = None
+        self._has_said_memory = False
 
     @property
     def fuses_shared_experts(self) -> bool:
@@ -78,13 +80,28 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 ep_size=self.config.num_moe_experts // self.num_local_experts,
                 dtype=weights.w1[0].dtype,
             )
-            name = plugin.settings().backend
-            self._backend, reason = backends.choose(name, shape, device, self.ep_group)
+            settings = plugin.settings()
+            self._backend, reason = backends.choose(
+                settings.backend,
+                shape,
+                device,
+                self.ep_group,
+                max_tokens=settings.max_tokens,
+                row_budget=settings.row_budget,
+                arguments=plugin.training_arguments(),
+            )
             _announce(
                 f"mok: MoE layers run on the {self._backend.name} backend: {reason}",
                 self.config.pipeline_model_parallel_size > 1,
             )
         return self._backend
+
+    def _say_memory(self, tokens: int) -> None:
+        """Once, after the first call, which has made the memory."""
+        self._has_said_memory = True
+        if isinstance(self._backend, CudaBackend):
+            memory = self._backend.memory(tokens)
+            _announce(f"mok: {memory}", self.config.pipeline_model_parallel_size > 1)
 
     def forward(
         self,
@@ -139,6 +156,8 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             self.backend(weights, hidden_states.device),
             owners.store,
         )
+        if not self._has_said_memory:
+            self._say_memory(y_TH.shape[0])
         output = y_TH.view(hidden_states.shape)
         return output if shared_output is None else output + shared_output
 

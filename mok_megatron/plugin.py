@@ -70,7 +70,7 @@ def settings() -> MokConfig:
     """
     from mok_megatron.config import MokConfig
 
-    arguments = _training_arguments()
+    arguments = training_arguments()
     flags = MokConfig(
         **{
             name: getattr(arguments, f"mok_{name}")
@@ -139,7 +139,7 @@ def _megatron_version() -> str:
         return "an unknown version"
 
 
-def _training_arguments() -> Any:
+def training_arguments() -> Any:
     """megatron.training's arguments; None where it is not used, or not initialised yet."""
     module = sys.modules.get("megatron.training.global_vars")
     try:
@@ -189,7 +189,7 @@ def _check(config: Any) -> None:
     from mok_megatron.config import check, check_arguments
 
     check(config)
-    check_arguments(_training_arguments())  # seen here too when they come from YAML
+    check_arguments(training_arguments())  # seen here too when they come from YAML
 
 
 def _patch_moe_layer(module: Any) -> None:

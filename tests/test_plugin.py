@@ -406,7 +406,10 @@ def test_settings_of_activate(tmp_path: Path) -> None:
     ("code", "words"),
     [
         ("activate(backend='fast')", "ValueError: mok: --mok-backend must be one of auto, cuda"),
-        ("activate(speed=2)", "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, got speed"),
+        (
+            "activate(speed=2)",
+            "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, got speed",
+        ),
         (
             "activate(backend='cuda'); mok_megatron.activate(backend='reference')",
             "ValueError: mok: settings must stay as they were given first",
