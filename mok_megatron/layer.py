@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from mok_megatron import backends, plugin
+from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
 from mok_megatron.parameters import ExpertModules
@@ -52,6 +53,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         self.token_dispatcher.__class__ = MokTokenDispatcher
         self._backend: Backend | None = None
         self._owners: ExpertModules | None = None
+        self._has_said_memory = False
 
     @property
     def fuses_shared_experts(self) -> bool:
@@ -93,6 +95,13 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 self.config.pipeline_model_parallel_size > 1,
             )
         return self._backend
+
+    def _say_memory(self, tokens: int) -> None:
+        """Once, after the first call, which has made the memory."""
+        self._has_said_memory = True
+        if isinstance(self._backend, CudaBackend):
+            memory = self._backend.memory(tokens)
+            _announce(f"mok: {memory}", self.config.pipeline_model_parallel_size > 1)
 
     def forward(
         self,
@@ -152,6 +161,8 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             backend,
             owners.store,
         )
+        if not self._has_said_memory:
+            self._say_memory(y_TH.shape[0])
         output = y_TH.view(hidden_states.shape)
         return output if shared_output is None else output + shared_output
 

@@ -54,6 +54,13 @@ def row_capacity(tokens: int, top_k: int, ranks: int, local_experts: int, budget
     return max(padded // ROW_TILE * ROW_TILE, ROW_TILE)
 
 
+def context_bytes(ffn: int, shared_ffn: int, top_k: int, tokens: int, rows: int) -> int:
+    """What a forward keeps for its backward: g|u [R, 2F], the shared expert's [T, 2S], and the
+    schedule: row of each choice [T, K], slot and probability of each row [R]. Its input x [T, H] is
+    not counted: autograd keeps that for any dispatcher."""
+    return rows * (2 * 2 * ffn + 4 + 4) + tokens * 2 * 2 * shared_ffn + 4 * tokens * top_k
+
+
 def row_buffer_bytes(hidden: int, ffn: int, rows: int) -> int:
     """Of a call, beside the workspace: x, dy [R, H], a [R, F], dg|du [R, 2F], bf16."""
     return 2 * rows * (2 * hidden + 3 * ffn)

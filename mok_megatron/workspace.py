@@ -1,14 +1,15 @@
 """The memory that the ranks of an expert parallel group share: who makes it, who frees it.
 
 Layout    csrc/workspace.h; the same on all ranks. Zeroed when it is made, never by a call.
-Owner     One workspace for each (group, hidden size, choices, limits), in this module's table; all
-          layers of that shape use it. A new group of an old name makes a new one.
+Owner     One workspace for each group and shape, in this module's table; all layers of that shape
+          use it. A new group of an old name makes a new one.
 Making    Collective, at the first call of a shape, before any kernel that waits: peers agree and
           are checked (peers.py), allocate, map each other's memory, and each reads from every
           peer's what that peer has written there. Each step ends with a barrier of the host, so
           that a rank that fails is named on all of them, and none is left waiting.
 Freeing   Local: a mapping keeps its physical memory alive, so a peer that still writes harms
-          nobody, and a dead one is not needed. Waits for the own GPU, whose calls have deadlines.
+          nobody, and a dead one is not needed. Waits for the own GPU, whose calls have deadlines;
+          after a fault that ended the CUDA context the driver frees it, at the process's end.
 Virtual   The same for P ranks of one process on one GPU, in ordinary memory.
 No multicast, ever: torch is told so, and what it made is looked at.
 """
@@ -16,6 +17,7 @@ No multicast, ever: torch is told so, and what it made is looked at.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,10 +71,22 @@ class Workspace:
         memory, self._memory, self._bases_P = self._memory, None, None
         if memory is None:
             return
-        if memory.is_cuda:
-            with contextlib.suppress(RuntimeError):  # a context that a fault has ended
-                torch.cuda.synchronize(memory.device)
-        self._handle = None
+        handle, self._handle = self._handle, None
+        try:
+            _synchronize(memory)
+        except RuntimeError:  # a fault has ended the context, and torch's release would abort
+            _leave_to_the_driver(memory, handle)
+
+
+def _synchronize(memory: Tensor) -> None:
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)
+
+
+def _leave_to_the_driver(*objects: object) -> None:
+    """References that Python never drops, at its own end either."""
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def _alive(tensor: Tensor | None) -> Tensor:
@@ -102,7 +116,7 @@ class _Entry:
     workspace: Workspace
 
 
-_entries: dict[tuple[str, int, int], _Entry] = {}
+_entries: dict[tuple[str, MoEShape], _Entry] = {}
 
 
 def of(
@@ -123,7 +137,7 @@ def of(
     kernel of a call; a kernel that loads while another waits may wait for it.
     Raises RuntimeError (rule, value, remedy), on all ranks or none.
     """
-    key = (group.group_name, shape.hidden, shape.top_k)
+    key = (group.group_name, shape)
     entry = _entries.get(key)
     if entry is not None and entry.group is group:
         return entry.workspace
@@ -256,8 +270,7 @@ def _join(memory: Tensor, group: ProcessGroup) -> Any:
 
 def _mark(memory: Tensor, nonce: int) -> None:
     memory[:8].view(torch.int64).fill_(nonce)
-    if memory.is_cuda:
-        torch.cuda.synchronize(memory.device)
+    _synchronize(memory)
 
 
 def _clear(memory: Tensor, load: Callable[[], None]) -> None:

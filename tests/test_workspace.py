@@ -215,9 +215,8 @@ def _of(rank: int, world: int, folder: str) -> list[object]:
     again = workspace.of(group, SHAPE, CPU, 3)
     other = workspace.of(group, replace(SHAPE, top_k=3), CPU, 10)
     new_group = _groups(rank)
-    workspace._entries[(new_group.group_name, SHAPE.hidden, SHAPE.top_k)] = workspace._entries[
-        (group.group_name, SHAPE.hidden, SHAPE.top_k)
-    ]  # as if the new group had the old one's name
+    entries = workspace._entries  # as if the new group had the old one's name
+    entries[new_group.group_name, SHAPE] = entries[group.group_name, SHAPE]
     fresh = workspace.of(new_group, SHAPE, CPU, 5)
     over = ""
     try:
@@ -256,6 +255,29 @@ def test_virtual_ranks_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
         assert w.settings == every[0].settings
     every[1].destroy()
     assert every[0].memory.sum() == 0
+
+
+def test_after_a_fault_the_memory_is_left_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released by torch it would end the process."""
+    released = []
+
+    class Handle:
+        def __del__(self) -> None:
+            released.append(1)
+
+    def fails(memory: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    memory = torch.zeros(8, dtype=torch.uint8)
+    sound = workspace.Workspace(memory, [0], 0, LIMITS, 1, Handle())
+    sound.destroy()
+    assert released == [1]
+    faulty = workspace.Workspace(memory, [0], 0, LIMITS, 1, Handle())
+    monkeypatch.setattr(workspace, "_synchronize", fails)
+    faulty.destroy()
+    faulty.destroy()
+    del faulty
+    assert released == [1]
 
 
 def test_settings_tell_shapes_and_limits_apart() -> None:

@@ -203,6 +203,10 @@ class CudaBackend:
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
 
+    def memory(self, tokens: int) -> str:
+        """What a call of so many tokens keeps and takes, in words; after the first call."""
+        return self._ranks.memory(tokens)
+
     def schedule(self, context: Context) -> Schedule:
         """The schedule of a forward in the form that can be compared. Waits for the device."""
         if len(context.tensors) == 1:  # no tokens

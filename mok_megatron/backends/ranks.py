@@ -22,7 +22,14 @@ from torch.distributed import ProcessGroup
 
 from mok_megatron import workspace
 from mok_megatron.contract import MoEShape
-from mok_megatron.limits import Limits
+from mok_megatron.limits import (
+    Limits,
+    context_bytes,
+    row_buffer_bytes,
+    row_capacity,
+    symmetric_bytes,
+)
+from mok_megatron.peers import gib
 from mok_megatron.workspace import Workspace
 
 _DIRECTIONS = {"forward": 1, "backward": 2}  # CallDirection in csrc/workspace.h
@@ -109,6 +116,25 @@ class Ranks:
     def rows(self) -> int:
         """R of the schedules; 0 where one rank has room for any routing."""
         return self.limits.rows if self.several else 0
+
+    def memory(self, tokens: int) -> str:
+        """What a call of so many tokens keeps and takes, in words; after the first call."""
+        shape = self.shape
+        rows = self.rows() or row_capacity(tokens, shape.top_k, 1, shape.num_experts, 1)
+        kept = context_bytes(shape.ffn, shape.shared_ffn, shape.top_k, tokens, rows)
+        text = (
+            f"a layer keeps {gib(kept)} of each forward of {tokens} tokens for its backward; all "
+            f"layers of a shape take row buffers of {rows} rows in turn, "
+            f"{gib(row_buffer_bytes(shape.hidden, shape.ffn, rows))}"
+        )
+        if not self.several:
+            return text
+        most = self.limits.tokens
+        shared = symmetric_bytes(shape.ep_size, most, shape.top_k, shape.hidden)
+        return (
+            f"{text}, and share a workspace of {gib(shared)} for at most {most} tokens a rank "
+            f"({self.limits.source})"
+        )
 
     def _join(self, tokens: int) -> tuple[Workspace, int]:
         assert self._group is not None, "several ranks have a group"

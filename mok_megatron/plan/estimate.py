@@ -18,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
-from mok_megatron.plan.layer import ROW_TILE, Layer
+from mok_megatron.limits import ROW_TILE
+from mok_megatron.plan.layer import Layer
 from mok_megatron.plan.machines import LINK_SHARE, MACHINES, RATES, Machine
 from mok_megatron.plan.model import Model
 

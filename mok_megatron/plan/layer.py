@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-ROW_TILE = 128  # an expert's rows start at a multiple of it
-BUDGET = 1.25  # rows that buffers hold, as a multiple of the balanced share; more go in passes
-GENERATIONS = 2  # of what peers write, used in turn
+from mok_megatron.config import MokConfig
+from mok_megatron.limits import context_bytes, row_buffer_bytes, row_capacity, symmetric_bytes
+
+BUDGET = MokConfig.row_budget  # rows that buffers hold, as a multiple of the balanced share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,29 +133,21 @@ class Layer:
     # ---- what stays in memory
 
     def capacity(self) -> int:
-        """R, rows that buffers hold. One rank has room for any routing (as backends/cuda.py's
-        `capacity`); of several each has BUDGET times the balanced share and room for padding."""
-        rows = self.rows if self.ranks == 1 else int(BUDGET * self.rows)
-        worst = rows + (ROW_TILE - 1) * min(rows, self.local_experts)
-        return max(worst // ROW_TILE * ROW_TILE, ROW_TILE)
+        """R, rows that buffers hold: of one rank room for any routing, of several the budget."""
+        return row_capacity(self.tokens, self.top_k, self.ranks, self.local_experts, BUDGET)
 
     def workspace_bytes(self) -> int:
         """Scratch that all layers of this shape share: row buffers x, dy [R, H], a [R, F],
-        dg|du [R, 2F]; of several ranks also what peers read and write, twice: x, dy [T, H], rows
-        coming home [T, K, H], ids (int32) of all ranks, probabilities (fp32)."""
-        rows = self.capacity() * 2 * (2 * self.hidden + 3 * self.ffn)
+        dg|du [R, 2F]; of several ranks also what peers read and write (csrc/workspace.h)."""
+        rows = row_buffer_bytes(self.hidden, self.ffn, self.capacity())
         if self.ranks == 1:
             return rows
-        tokens = 2 * self.tokens * self.hidden * (2 + self.top_k)
-        routes = 4 * self.rows * (self.ranks + 1)
-        return rows + GENERATIONS * (tokens + routes)
+        return rows + symmetric_bytes(self.ranks, self.tokens, self.top_k, self.hidden)
 
     def context_bytes(self) -> int:
-        """What a forward keeps for its backward: g|u [R, 2F], the shared expert's [T, 2S], and
-        the schedule: row of each choice [T, K], slot and probability of each row [R]. Its input x
-        [T, H] is not counted: autograd keeps that for any dispatcher."""
-        routed = self.capacity() * (2 * 2 * self.ffn + 4 + 4)
-        return routed + self.tokens * 2 * 2 * self.shared_ffn + 4 * self.rows
+        """What a forward keeps for its backward, without x (limits.context_bytes)."""
+        rows = self.capacity()
+        return context_bytes(self.ffn, self.shared_ffn, self.top_k, self.tokens, rows)
 
     def usual_context_bytes(self) -> int:
         """What Megatron's own layer keeps: permuted x, gate and up, activation and y of each row

@@ -105,7 +105,8 @@ def test_memory_by_hand() -> None:
     """25 rows of budget and 127 of padding for two experts: 279, so 2 row tiles, 256 rows."""
     assert TINY.capacity() == 256
     row_buffers = 256 * 2 * (4 + 4 + 3 + 6)
-    symmetric = 2 * (2 * 10 * 4 * (1 + 1 + 2) + 20 * (4 * 2 + 4))
+    twice = (512, 512, 512, 512, 512)  # starts, ids, probabilities, x, dy: less than 512 bytes each
+    symmetric = 512 + 2 * sum(twice) + 512 + 512  # control, arrivals, rows at home
     assert TINY.workspace_bytes() == row_buffers + symmetric
     assert TINY.context_bytes() == 256 * (2 * 6 + 4 + 4) + 4 * 20
     alone = Layer(**{**vars(TINY), "ranks": 1, "shared_ffn": 5})

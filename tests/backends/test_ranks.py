@@ -1,0 +1,53 @@
+"""What the start lines say of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mok_megatron import workspace
+from mok_megatron.backends.ranks import Ranks
+from mok_megatron.limits import Limits
+from mok_megatron.workspace import Workspace
+from tests.test_workspace import LIMITS, SHAPE
+
+CPU = torch.device("cpu")
+
+
+def test_memory_of_one_rank() -> None:
+    said = Ranks(replace(SHAPE, ep_size=1), None, CPU).memory(16)
+    kept, buffers = 1024 * (4 * 64 + 8) + 4 * 32, 2 * 1024 * (2 * 64 + 3 * 64)
+    assert f"({kept} bytes) of each forward of 16 tokens" in said
+    assert f"1024 rows in turn, 0.00 GiB ({buffers} bytes)" in said
+    assert "workspace" not in said
+
+
+def test_memory_of_several_ranks() -> None:
+    limits = Limits(tokens=16, rows=384, source="--mok-max-tokens")
+    space = Workspace(torch.zeros(8, dtype=torch.uint8), [0, 0], 0, limits, 1)
+    said = Ranks(SHAPE, None, CPU, given=(space, 1)).memory(10)
+    assert f"({384 * (4 * 64 + 8) + 4 * 20} bytes) of each forward of 10 tokens" in said
+    assert "for at most 16 tokens a rank (--mok-max-tokens)" in said
+
+
+def test_the_first_call_joins_with_the_flags_and_counts_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a group: what is asked of workspace.of."""
+    asked = []
+
+    def of(group, shape, device, tokens, **flags) -> Workspace:
+        flags.pop("load")
+        asked.append((shape, tokens, flags))
+        return Workspace(torch.zeros(8, dtype=torch.uint8), [0, 0], 1, LIMITS, 77)
+
+    monkeypatch.setattr(workspace, "of", of)
+    group = type("Group", (), {"group_name": "a test's"})()
+    flags = {"max_tokens": 9, "row_budget": 2.0, "arguments": None}
+    layers = [Ranks(SHAPE, group, CPU, **flags) for _ in range(2)]
+    numbers = [layer.call(tokens)[1] for layer in layers for tokens in (5, 6)]
+    given = {"given_tokens": 9, "row_budget": 2.0, "arguments": None}
+    assert asked == [(SHAPE, 5, given), (SHAPE, 5, given)]
+    assert numbers == [[1, 16, 384, layer, 77] for layer in (1, 1, 2, 2)]
