@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from mok_megatron import backends, plugin
+from mok_megatron.config import SHARED_OVERLAP
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
 from mok_megatron.parameters import ExpertModules
@@ -80,11 +81,25 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             )
             name = plugin.settings().backend
             self._backend, reason = backends.choose(name, shape, device, self.ep_group)
+            pipelined = self.config.pipeline_model_parallel_size > 1
             _announce(
-                f"mok: MoE layers run on the {self._backend.name} backend: {reason}",
-                self.config.pipeline_model_parallel_size > 1,
+                f"mok: MoE layers run on the {self._backend.name} backend: {reason}", pipelined
             )
+            for line in self._already_done():
+                _announce(line, pipelined)
         return self._backend
+
+    def _already_done(self) -> Iterator[str]:
+        """What to say of flags that ask for nothing that the layer does not do anyway."""
+        flags = list(getattr(self.config, "mok_already_done", ()))
+        if SHARED_OVERLAP in flags and not self.fuses_shared_experts:
+            flags.remove(SHARED_OVERLAP)
+            yield (
+                f"mok: {SHARED_OVERLAP} overlaps nothing here: a shared expert with a gate, a "
+                "recompute of its own or tensor parallelism runs before the fused call"
+            )
+        if flags:
+            yield f"mok: part of the fused call in any case: {', '.join(flags)}"
 
     def forward(
         self,

@@ -167,6 +167,10 @@ def _patch_config(module: Any) -> None:
         asked = _asks(self)
         if asked:
             _check(self)
+            from mok_megatron.config import already_done
+
+            self.mok_already_done = already_done(self)
+            self.moe_shared_expert_overlap = False  # Megatron knows it for two dispatchers only
         original(self)
         if asked:  # again: Megatron has filled in defaults and translated deprecated fields
             _check(self)
