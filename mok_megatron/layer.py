@@ -23,9 +23,10 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from torch import Tensor
 
-from mok_megatron import backends, plugin
+from mok_megatron import backends, plugin, watch
 from mok_megatron.config import SHARED_OVERLAP
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
@@ -52,6 +53,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         # The constructor knows its own dispatchers only; the subclass has no state of its own.
         self.token_dispatcher.__class__ = MokTokenDispatcher
         self._backend: Backend | None = None
+        self._watched: watch.Watched | None = None
         self._owners: ExpertModules | None = None
 
     @property
@@ -88,6 +90,10 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             for line in self._already_done():
                 _announce(line, pipelined)
         return self._backend
+
+    def _watch(self, backend: Backend) -> watch.Watched:
+        counts = watch.wants_scalars(plugin.training_arguments())
+        return watch.Watched(backend, self.config, self.ep_group, counts=counts)
 
     def _already_done(self) -> Iterator[str]:
         """What to say of flags that ask for nothing that the layer does not do anyway."""
@@ -136,6 +142,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         shared_output = (
             None if fused_shared is not None else self.shared_experts_compute(hidden_states)
         )
+        nvtx_range_push("mok/route")
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
 
         owners = self._owners
@@ -146,12 +153,16 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         expert_TK, prob_TK = top_k_choices(
             probs_TE, routing_map_TE, self.config.moe_router_topk, weights.w1[0].dtype
         )
+        nvtx_range_pop("mok/route")
+        if self._watched is None:
+            self._watched = self._watch(self.backend(weights, hidden_states.device))
+        self._watched.count(routing_map_TE)
         y_TH = fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             expert_TK,
             prob_TK,
             weights,
-            self.backend(weights, hidden_states.device),
+            self._watched,
             owners.store,
         )
         output = y_TH.view(hidden_states.shape)
