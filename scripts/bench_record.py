@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def environment(device: str, commit: str | None) -> dict[str, Any]:
         p = torch.cuda.get_device_properties(0)
         name = f"{p.name}, {p.multi_processor_count} SMs, compute capability {p.major}.{p.minor}"
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "device": name,
         "driver": _say(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
         if device == "cuda"
