@@ -92,12 +92,19 @@ def _bars(axis: Any, lines: list[dict[str, Any]], colors: dict[str, str]) -> Non
             )
     axis.set_xticks(
         range(len(lines)),
-        [f"{line['name']}\nT {line['shape']['tokens']}, {line['load']}" for line in lines],
+        list(map(_told, lines)),
     )
     axis.set_ylabel("TFLOP/s (higher is better)")
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _told(line: dict[str, Any]) -> str:
+    shape = line["shape"]
+    experts = f"{shape['experts']} experts{' + shared' * bool(shape['shared_ffn'])}"
+    model = line["name"].partition("/")[0]
+    return f"{model}\n{experts}, {line['load']} load\n{shape['tokens']} tokens"
 
 
 def _curves(axis: Any, sweep: Sweep, colors: dict[str, str]) -> None:

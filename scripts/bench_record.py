@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "sonic-moe", "quack-kernels", "triton")
 
 
 def environment(device: str, commit: str | None) -> dict[str, Any]:
     """Where and from what a run was made."""
+    import torch  # here: `--help` of a command need not wait for it
+
     name = "CPU"
     if device == "cuda":
         p = torch.cuda.get_device_properties(0)

@@ -21,7 +21,7 @@ from bench_record import aligned
 
 TABLES = {
     "fresh": "(a) fresh bf16 weight gradients",
-    "main_grad": "(b) += fp32 main_grad",
+    "main_grad": "(b) weight gradients added into fp32 main_grad",
 }
 BOUND = "bound"
 

@@ -71,7 +71,8 @@ def test_ratios_are_taken_inside_a_round() -> None:
 def test_the_table_says_all_of_it() -> None:
     text = bench_report.table(line())
     assert text.splitlines()[0] == (
-        "x/1, balanced: T 48, K 2, E 6, H 32, F 16, S 24; 1-9 rows an expert; (b) += fp32 main_grad"
+        "x/1, balanced: T 48, K 2, E 6, H 32, F 16, S 24; 1-9 rows an expert; "
+        "(b) weight gradients added into fp32 main_grad"
     )
     header, mok, peer, bound = text.splitlines()[1:5]
     assert mok.split() == ["mok", "1.000", "2.000", "3.000", "3.000-6.000", "0.0", "1.00",
