@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from torch import Tensor
 
-from mok_megatron import backends, plugin, watch
+from mok_megatron import backends, observe, plugin
 from mok_megatron.config import SHARED_OVERLAP
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
@@ -53,7 +53,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         # The constructor knows its own dispatchers only; the subclass has no state of its own.
         self.token_dispatcher.__class__ = MokTokenDispatcher
         self._backend: Backend | None = None
-        self._watched: watch.Watched | None = None
+        self._observed: observe.Observed | None = None
         self._owners: ExpertModules | None = None
 
     @property
@@ -91,9 +91,9 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 _announce(line, pipelined)
         return self._backend
 
-    def _watch(self, backend: Backend) -> watch.Watched:
-        counts = watch.wants_scalars(plugin.training_arguments())
-        return watch.Watched(backend, self.config, self.ep_group, counts=counts)
+    def _observe(self, backend: Backend) -> observe.Observed:
+        counts = observe.wants_scalars(plugin.training_arguments())
+        return observe.Observed(backend, self.config, self.ep_group, counts=counts)
 
     def _already_done(self) -> Iterator[str]:
         """What to say of flags that ask for nothing that the layer does not do anyway."""
@@ -154,15 +154,15 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             probs_TE, routing_map_TE, self.config.moe_router_topk, weights.w1[0].dtype
         )
         nvtx_range_pop("mok/route")
-        if self._watched is None:
-            self._watched = self._watch(self.backend(weights, hidden_states.device))
-        self._watched.count(routing_map_TE)
+        if self._observed is None:
+            self._observed = self._observe(self.backend(weights, hidden_states.device))
+        self._observed.count(routing_map_TE)
         y_TH = fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             expert_TK,
             prob_TK,
             weights,
-            self._watched,
+            self._observed,
             owners.store,
         )
         output = y_TH.view(hidden_states.shape)

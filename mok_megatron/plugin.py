@@ -6,7 +6,7 @@ already:
     transformer_config   'mok' among the dispatchers; the rules of `config` at every construction
     moe_layer            MoELayer(config with 'mok') makes a MokMoELayer, whoever calls it
     training.arguments   'mok' among the choices, --mok-backend, the rules on arguments
-    training.training    a run that logs an iteration also logs its mok layers (`watch`)
+    training.training    a run that logs an iteration also logs its mok layers (`observe`)
 
 A Megatron of unknown version, or one in which a target has moved, is left alone: its choices and
 flags stay its own. Asking it for mok all the same (on the command line, in a config, by building a
@@ -280,7 +280,7 @@ def _repair_help(action: Any) -> None:
 
 
 def _patch_training(module: Any) -> None:
-    """training_log: what `watch` saw, after Megatron's own."""
+    """training_log: what `observe` saw, after Megatron's own."""
     original = _target(module, "training_log")
     signature = inspect.signature(original)
     if "iteration" not in signature.parameters:
@@ -291,9 +291,9 @@ def _patch_training(module: Any) -> None:
         result = original(*positional, **named)
         arguments = training_arguments()
         if _asks(arguments) and arguments.num_experts:
-            from mok_megatron import watch
+            from mok_megatron import observe
 
-            watch.report(signature.bind(*positional, **named).arguments["iteration"], arguments)
+            observe.report(signature.bind(*positional, **named).arguments["iteration"], arguments)
         return result
 
     module.training_log = training_log

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mok_megatron"
-MAY_IMPORT_MEGATRON = {"plugin.py", "layer.py", "parameters.py", "watch.py", "cpu.py"}
+MAY_IMPORT_MEGATRON = {"plugin.py", "layer.py", "parameters.py", "observe.py", "cpu.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

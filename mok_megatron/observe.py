@@ -28,10 +28,10 @@ from torch.distributed import ProcessGroup
 from mok_megatron.contract import Backend, Context, Gradients, Schedule, WeightGradients, Weights
 
 TIMERS = ("mok-forward", "mok-backward")
-_watched: list[weakref.ref[Watched]] = []  # in the order of the model, the same on every rank
+_observed: list[weakref.ref[Observed]] = []  # in the order of the model, the same on every rank
 
 
-class Watched:
+class Observed:
     """A layer's backend with its calls seen; a contract.Backend itself.
 
     `config`: the layer's, which Megatron gives its timers. `group`: the expert parallel one.
@@ -45,7 +45,7 @@ class Watched:
         self.calls = 0
         self._config = config
         if counts:
-            _watched.append(weakref.ref(self))
+            _observed.append(weakref.ref(self))
 
     def forward(
         self, x_TH: Tensor, expert_TK: Tensor, prob_TK: Tensor, weights: Weights
@@ -120,16 +120,16 @@ def report(iteration: int, arguments: Any) -> None:
 
 def gather(num_experts: int, steps: int) -> dict[str, float]:
     """The scalars since they were gathered last, `steps` steps ago. Collective over all ranks."""
-    alive = [watched for ref in _watched if (watched := ref()) is not None]
+    alive = [observed for ref in _observed if (observed := ref()) is not None]
     device = torch.cuda.current_device()  # of the shim a CPU
     most = torch.zeros(3, dtype=torch.float64, device=device)  # rows, ratio, wait
     total = torch.zeros(4, dtype=torch.float64, device=device)  # rows, layers; waits, ranks
     by_group: dict[ProcessGroup, list[Tensor]] = {}
-    for watched in alive:
-        rows_E, calls = watched.take()
+    for observed in alive:
+        rows_E, calls = observed.take()
         zeros = torch.zeros(num_experts, dtype=torch.float64, device=device)
         mean_E = zeros if rows_E is None else rows_E.double() / calls
-        by_group.setdefault(watched.group, []).append(mean_E)
+        by_group.setdefault(observed.group, []).append(mean_E)
     for group, layers in by_group.items():
         rows_ME = torch.stack(layers)
         dist.all_reduce(rows_ME, group=group)

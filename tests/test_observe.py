@@ -45,7 +45,7 @@ def _rank(rank: int, world: int) -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import global_vars
 
-    from mok_megatron import watch
+    from mok_megatron import observe
 
     written: dict[str, float] = {}
     ranges: list[str] = []
@@ -79,11 +79,11 @@ def _rank(rank: int, world: int) -> dict[str, Any]:
     training.config.timers = None
     training.evaluate()
     for layer in training.mok_layers():
-        layer._watched.backend = Waiting(layer._watched.backend, 30.0 / (rank + 1))
-    logged = global_vars.get_timers().get_all_timers_string(list(watch.TIMERS), reset=False)
-    watch.report(STEPS - 1, arguments)
+        layer._observed.backend = Waiting(layer._observed.backend, 30.0 / (rank + 1))
+    logged = global_vars.get_timers().get_all_timers_string(list(observe.TIMERS), reset=False)
+    observe.report(STEPS - 1, arguments)
     assert not any(name.startswith("mok/") for name in written)
-    watch.report(STEPS, arguments)
+    observe.report(STEPS, arguments)
 
     # Two layers in turn, in every micro-batch of every step.
     rows_2E = torch.stack([torch.stack(maps[n::2]).sum((0, 1)) for n in range(2)]).double()
@@ -126,14 +126,14 @@ def test_a_training_shows_its_layers() -> None:
 
 
 def test_nothing_is_counted_that_nobody_reads() -> None:
-    from mok_megatron import watch
+    from mok_megatron import observe
 
-    assert not watch.wants_scalars(None)
-    assert not watch.wants_scalars(SimpleNamespace(tensorboard_dir=None, wandb_project=""))
-    assert watch.wants_scalars(SimpleNamespace(tensorboard_dir=None, wandb_project="mine"))
+    assert not observe.wants_scalars(None)
+    assert not observe.wants_scalars(SimpleNamespace(tensorboard_dir=None, wandb_project=""))
+    assert observe.wants_scalars(SimpleNamespace(tensorboard_dir=None, wandb_project="mine"))
     backend: Any = SimpleNamespace(name="reference", shape=None)
     config = SimpleNamespace(timers=None)
     group: Any = None
-    watched = watch.Watched(backend, config, group, counts=False)
-    watched.count(torch.ones(4, EXPERTS, dtype=torch.bool))
-    assert watched.take() == (None, 0)
+    observed = observe.Observed(backend, config, group, counts=False)
+    observed.count(torch.ones(4, EXPERTS, dtype=torch.bool))
+    assert observed.take() == (None, 0)
