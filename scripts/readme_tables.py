@@ -23,6 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from bench_picture import plot  # noqa: E402
 
+from mok_megatron.config import ARGUMENT_RULES, RULES  # noqa: E402
+
 README = ROOT / "README.md"
 RESULTS = ROOT / "scripts" / "results"
 # Rows of the refusals: what they have in common, and the first rule of each.
@@ -141,7 +143,7 @@ def flags() -> str:
     kind = ""
     refused = []
     for rule, row in zip(
-        (*flag_table.RULES, *flag_table.ARGUMENT_RULES),
+        (*RULES, *ARGUMENT_RULES),
         (row for row in table if row.verdict == "refused"),
         strict=True,
     ):
