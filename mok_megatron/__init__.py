@@ -18,6 +18,7 @@ _TARGETS = (
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.moe.moe_layer",
     "megatron.training.arguments",
+    "megatron.training.training",
 )
 
 

@@ -7,7 +7,8 @@ Megatron version lacks breaks none of them.
 What is not refused works: Megatron's router with all its losses, biases, groups and replay;
 capacity factors that drop tokens without padding; multi-token prediction; shared experts;
 recomputation of the layer, of its norm and of the shared expert; tensor parallelism with sequence
-parallelism; CUDA graphs of attention.
+parallelism; CUDA graphs of attention. Flags that ask for what the fused call does in any case are
+accepted and named once (`already_done`).
 """
 
 from __future__ import annotations
@@ -66,6 +67,20 @@ def check_arguments(arguments: Any) -> None:
     """The same for what only megatron.training's arguments show; None breaks no rule."""
     if _get(arguments, "moe_token_dispatcher_type") == "mok" and _get(arguments, "num_experts"):
         _raise_broken(ARGUMENT_RULES, arguments)
+
+
+SHARED_OVERLAP = "--moe-shared-expert-overlap"
+
+
+def already_done(config: Any) -> tuple[str, ...]:
+    """The flags of a config that ask for what the fused call does without being asked."""
+    asked = {
+        "--moe-grouped-gemm": _get(config, "moe_grouped_gemm"),
+        "--moe-permute-fusion": _get(config, "moe_permute_fusion"),
+        SHARED_OVERLAP: _with_shared_expert(_on("moe_shared_expert_overlap"))(config),
+        "--recompute-modules moe_act": _recomputed("moe_act")(config),
+    }
+    return tuple(flag for flag, value in asked.items() if value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +213,12 @@ def _graph_of_iteration(c: Any) -> str | None:
         name == "full_iteration" for name in _graph_modules(c)
     ):
         return "a full-iteration CUDA graph"
+    return None
+
+
+def _unordered_router(c: Any) -> str | None:
+    if _get(c, "deterministic_mode") and _get(c, "moe_router_fusion"):
+        return "deterministic_mode=True and moe_router_fusion=True"
     return None
 
 
@@ -347,6 +368,13 @@ RULES: tuple[Rule, ...] = (
         must="results that do not depend on the batch are not promised",
         remedy=f"drop --batch-invariant-mode, {_ALLTOALL}",
     ),
+    Rule(
+        name="deterministic_mode",
+        found=_unordered_router,
+        must="a deterministic run cannot have the fused router, which adds up its auxiliary loss "
+        "in any order",
+        remedy="drop --moe-router-fusion or --deterministic-mode",
+    ),
     # What travels.
     Rule(
         name="moe_pad_expert_input_to_capacity",
@@ -383,12 +411,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # The shared expert.
     Rule(
-        name="moe_shared_expert_overlap",
-        found=_with_shared_expert(_on("moe_shared_expert_overlap")),
-        must="the shared expert is part of the fused call and cannot be split over its stages",
-        remedy=f"drop --moe-shared-expert-overlap, {_ALLTOALL}",
-    ),
-    Rule(
         name="use_grouped_gemm_for_shared_expert",
         found=_with_shared_expert(_on("use_grouped_gemm_for_shared_expert")),
         must="the shared expert must be a plain MLP",
@@ -424,12 +446,6 @@ RULES: tuple[Rule, ...] = (
         found=_on("overlap_dispatch_backward_with_experts_wgrad"),
         must="weight gradients are part of the layer's backward and cannot be delayed",
         remedy=f"drop --overlap-dispatch-backward-with-experts-wgrad, {_ALLTOALL}",
-    ),
-    Rule(
-        name="recompute_modules",
-        found=_recomputed("moe_act"),
-        must="the experts' activation cannot be recomputed by itself",
-        remedy=f"use --recompute-modules moe, which recomputes the whole layer, {_ALLTOALL}",
     ),
     Rule(
         name="offload_modules",

@@ -289,11 +289,22 @@ def _redirect(owner: Any, **targets: Any) -> None:
         setattr(owner, name, replacement)
 
 
+_USAGE = "usage: python -m mok_megatron.cpu SCRIPT [args…]"
+_HELP = """\
+Run a Megatron training script on the CPU: the script sees a CUDA device that is not there.
+
+This proves that a launch works and what its losses are. It says nothing about speed, and nothing
+about CUDA. Collectives need --distributed-backend gloo."""
+
+
 def main(argv: list[str]) -> None:
     """Run the script `argv[0]` with the arguments `argv[1:]` under the shim, as `python SCRIPT
     args…` would."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(f"{_USAGE}\n\n{_HELP}")
+        return
     if not argv or argv[0].startswith("-"):
-        sys.exit("usage: python -m mok_megatron.cpu SCRIPT [args…]")
+        sys.exit(_USAGE)
     if not os.path.isfile(argv[0]):
         sys.exit(f"mok: the script to run must be a file, got {argv[0]!r}; check the path")
     import mok_megatron

@@ -18,6 +18,12 @@ from types import ModuleType
 
 from mok_megatron import activate
 
+_HELP = """\
+Run a training script in which Megatron knows the dispatcher 'mok', as `python SCRIPT` would.
+
+For environments where the installed entry point is off; in others the script alone does it:
+    torchrun --nproc-per-node 8 -m mok_megatron.launch pretrain_gpt.py \\
+        --moe-token-dispatcher-type mok ..."""
 _USAGE = "usage: python -m mok_megatron.launch SCRIPT [ARGUMENT ...]"
 
 
@@ -27,7 +33,7 @@ def main() -> None:
         _stop(_USAGE)
     script = sys.argv[1]
     if script in ("-h", "--help"):
-        print(f"{_USAGE}\n\nRun a training script in which Megatron knows the dispatcher 'mok'.")
+        print(f"{_USAGE}\n\n{_HELP}")
         return
     if not os.path.isfile(script):
         _stop(f"mok: the script to launch must be a file, got {script!r}; {_USAGE}")

@@ -23,10 +23,12 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.utils import nvtx_range_pop, nvtx_range_push
 from torch import Tensor
 
-from mok_megatron import backends, plugin
+from mok_megatron import backends, observe, plugin
 from mok_megatron.backends.cuda import CudaBackend
+from mok_megatron.config import SHARED_OVERLAP
 from mok_megatron.contract import Backend, MoEShape, Weights
 from mok_megatron.function import fused_moe, top_k_choices
 from mok_megatron.parameters import ExpertModules
@@ -52,6 +54,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         # The constructor knows its own dispatchers only; the subclass has no state of its own.
         self.token_dispatcher.__class__ = MokTokenDispatcher
         self._backend: Backend | None = None
+        self._observed: observe.Observed | None = None
         self._owners: ExpertModules | None = None
         self._has_said_memory = False
 
@@ -90,10 +93,12 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 row_budget=settings.row_budget,
                 arguments=plugin.training_arguments(),
             )
+            pipelined = self.config.pipeline_model_parallel_size > 1
             _announce(
-                f"mok: MoE layers run on the {self._backend.name} backend: {reason}",
-                self.config.pipeline_model_parallel_size > 1,
+                f"mok: MoE layers run on the {self._backend.name} backend: {reason}", pipelined
             )
+            for line in self._already_done():
+                _announce(line, pipelined)
         return self._backend
 
     def _say_memory(self, tokens: int) -> None:
@@ -102,6 +107,22 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         if isinstance(self._backend, CudaBackend):
             memory = self._backend.memory(tokens)
             _announce(f"mok: {memory}", self.config.pipeline_model_parallel_size > 1)
+
+    def _observe(self, backend: Backend) -> observe.Observed:
+        counts = observe.wants_scalars(plugin.training_arguments())
+        return observe.Observed(backend, self.config, self.ep_group, counts=counts)
+
+    def _already_done(self) -> Iterator[str]:
+        """What to say of flags that ask for nothing that the layer does not do anyway."""
+        flags = list(getattr(self.config, "mok_already_done", ()))
+        if SHARED_OVERLAP in flags and not self.fuses_shared_experts:
+            flags.remove(SHARED_OVERLAP)
+            yield (
+                f"mok: {SHARED_OVERLAP} overlaps nothing here: a shared expert with a gate, a "
+                "recompute of its own or tensor parallelism runs before the fused call"
+            )
+        if flags:
+            yield f"mok: part of the fused call in any case: {', '.join(flags)}"
 
     def forward(
         self,
@@ -138,6 +159,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         shared_output = (
             None if fused_shared is not None else self.shared_experts_compute(hidden_states)
         )
+        nvtx_range_push("mok/route")
         probs_TE, routing_map_TE = self.route(hidden_states, padding_mask)
 
         owners = self._owners
@@ -153,12 +175,16 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             weights.w1[0].dtype,
             kernel=backend.name == "cuda",
         )
+        nvtx_range_pop("mok/route")
+        if self._observed is None:
+            self._observed = self._observe(backend)
+        self._observed.count(routing_map_TE)
         y_TH = fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             expert_TK,
             prob_TK,
             weights,
-            backend,
+            self._observed,
             owners.store,
         )
         if not self._has_said_memory:

@@ -1,11 +1,12 @@
 """The patches that teach an unmodified Megatron the dispatcher `mok`.
 
-Three of Megatron's modules are patched right after they are executed, or at once if they are there
+Four of Megatron's modules are patched right after they are executed, or at once if they are there
 already:
 
     transformer_config   'mok' among the dispatchers; the rules of `config` at every construction
     moe_layer            MoELayer(config with 'mok') makes a MokMoELayer, whoever calls it
     training.arguments   'mok' among the choices, --mok-*, the rules on arguments
+    training.training    a run that logs an iteration also logs its mok layers (`observe`)
 
 A Megatron of unknown version, or one in which a target has moved, is left alone: its choices and
 flags stay its own. Asking it for mok all the same (on the command line, in a config, by building a
@@ -15,6 +16,7 @@ layer) raises RuntimeError that names version, target and remedy.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 import sys
@@ -167,6 +169,10 @@ def _patch_config(module: Any) -> None:
         asked = _asks(self)
         if asked:
             _check(self)
+            from mok_megatron.config import already_done
+
+            self.mok_already_done = already_done(self)
+            self.moe_shared_expert_overlap = False  # Megatron knows it for two dispatchers only
         original(self)
         if asked:  # again: Megatron has filled in defaults and translated deprecated fields
             _check(self)
@@ -292,8 +298,29 @@ def _repair_help(action: Any) -> None:
         action.help = action.help.replace("%", "%%")
 
 
+def _patch_training(module: Any) -> None:
+    """training_log: what `observe` saw, after Megatron's own."""
+    original = _target(module, "training_log")
+    signature = inspect.signature(original)
+    if "iteration" not in signature.parameters:
+        raise _TargetMoved("training_log(iteration)")
+
+    @functools.wraps(original)
+    def training_log(*positional: Any, **named: Any) -> Any:
+        result = original(*positional, **named)
+        arguments = training_arguments()
+        if _asks(arguments) and arguments.num_experts:
+            from mok_megatron import observe
+
+            observe.report(signature.bind(*positional, **named).arguments["iteration"], arguments)
+        return result
+
+    module.training_log = training_log
+
+
 _PATCHES = {
     "megatron.core.transformer.transformer_config": _patch_config,
     "megatron.core.transformer.moe.moe_layer": _patch_moe_layer,
     "megatron.training.arguments": _patch_arguments,
+    "megatron.training.training": _patch_training,
 }

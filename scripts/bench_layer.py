@@ -29,17 +29,19 @@ from bench_clock import (
 )
 from bench_oracle import LIMIT, Answer, errors, solve
 from bench_peers import MegatronArm, MegatronCutlassArm, SonicArm
-from bench_problem import LOADS, PRESETS, QUICK, BenchError, LayerShape, Problem, parse_shape
-from bench_record import append, environment
-from bench_report import (
-    BOUND,
-    TABLES,
-    loads_against_balanced,
-    plot,
-    summarise,
-    table,
-    trends,
+from bench_picture import plot
+from bench_problem import (
+    LOADS,
+    PRESETS,
+    QUICK,
+    BenchError,
+    LayerShape,
+    Problem,
+    parse_shape,
+    slice_of,
 )
+from bench_record import append, environment
+from bench_report import BOUND, TABLES, loads_against_balanced, summarise, table, trends
 from tqdm import tqdm
 
 ARMS: dict[str, type[Arm]] = {
@@ -63,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--shape", metavar="T,K,E,H,F,S", help="instead of a preset")
     group.add_argument("--tokens", metavar="T,T", help="instead of the shape's T")
     group.add_argument("--experts", metavar="E,E", help="instead of the shape's E")
+    group.add_argument(
+        "--ep-sizes",
+        metavar="P,P",
+        help="instead of the preset's slice, what a rank of so many holds: its part of the "
+        "public model's experts, and as many rows",
+    )
     group.add_argument("--loads", type=_names, metavar="A,B", help=f"of {', '.join(LOADS)}")
     group.add_argument("--tables", type=_names, metavar="A,B", help=f"of {', '.join(TABLES)}")
     group.add_argument("--arms", type=_names, metavar="A,B", help=f"of {', '.join(ARMS)}")
@@ -107,16 +115,26 @@ class Plan:
         shapes = {"shape": parse_shape(options.shape)} if options.shape else {
             name: PRESETS[name] for name in chosen
         }  # fmt: skip
-        sizes, numbers = (
-            _numbers(option, text) if text else ()
-            for option, text in (("--tokens", options.tokens), ("--experts", options.experts))
+        sizes, numbers, ranks = (
+            _numbers(f"--{option.replace('_', '-')}", text)
+            if (text := getattr(options, option))
+            else ()
+            for option in ("tokens", "experts", "ep_sizes")
         )
+        if numbers and ranks:
+            raise BenchError(
+                "mok: E must come from one place, got --experts and --ep-sizes; drop one"
+            )
         plan = Plan(
             shapes=tuple(
-                (f"{name.partition('/')[0]}/{experts}" if numbers else name,
-                 dataclasses.replace(shape, tokens=tokens, experts=experts))
+                (f"{name.partition('/')[0]}/{part.experts}" if numbers or ranks else name,
+                 dataclasses.replace(part, tokens=part.tokens * tokens // shape.tokens))
                 for name, shape in shapes.items()
-                for experts in numbers or (shape.experts,)
+                for part in (
+                    [slice_of(name, shape, size) for size in ranks]
+                    or [dataclasses.replace(shape, experts=e) for e in numbers]
+                    or [shape]
+                )
                 for tokens in sizes or (shape.tokens,)
             ),
             loads=options.loads or ("random",),

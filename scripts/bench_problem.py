@@ -90,6 +90,15 @@ PRESETS = {
     "mixtral-8x7b": _shape(8192, 2, 8, 4096, 14336, 0),
     "fixed-cost": _shape(128, 2, 8, 512, 256, 0),
 }
+# Experts of the public model behind a preset's name.
+WHOLE = {
+    "deepseek-v3": 256,
+    "qwen3-235b": 128,
+    "qwen3-30b": 128,
+    "glm-4.5": 160,
+    "kimi-k2": 384,
+    "gpt-oss-120b": 128,
+}
 QUICK = ("deepseek-v3/32", "qwen3-235b/16", "qwen3-30b/16", "qwen3-30b/128")
 
 
@@ -102,6 +111,23 @@ def parse_shape(text: str) -> LayerShape:
             "for example 4096,8,32,7168,2048,0"
         )
     return _shape(*map(int, parts))
+
+
+def slice_of(name: str, shape: LayerShape, ranks: int) -> LayerShape:
+    """What one of `ranks` ranks computes of a preset's model under balanced routing: its part of
+    the experts, as many rows. With fewer experts than choices, each row is a choice of more tokens.
+
+    Raises BenchError for a name without a model, or ranks that cannot share its experts evenly.
+    """
+    whole = WHOLE.get(name.partition("/")[0])
+    if whole is None or whole % ranks:
+        raise BenchError(
+            "mok: --ep-sizes must divide the experts of a preset's public model, got "
+            f"{ranks} for {name} with {whole or 'no known number of'} experts; use --experts"
+        )
+    experts = whole // ranks
+    top_k = min(shape.top_k, experts)
+    return dataclasses.replace(shape, experts=experts, top_k=top_k, tokens=shape.rows // top_k)
 
 
 def loaded(shape: LayerShape, load: str) -> LayerShape:

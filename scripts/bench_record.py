@@ -6,21 +6,23 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "sonic-moe", "quack-kernels", "triton")
 
 
 def environment(device: str, commit: str | None) -> dict[str, Any]:
     """Where and from what a run was made."""
+    import torch  # here: `--help` of a command need not wait for it
+
     name = "CPU"
     if device == "cuda":
         p = torch.cuda.get_device_properties(0)
         name = f"{p.name}, {p.multi_processor_count} SMs, compute capability {p.major}.{p.minor}"
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "device": name,
         "driver": _say(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
         if device == "cuda"

@@ -1,4 +1,4 @@
-"""What a layer benchmark says: a table for people, a JSON line, and a picture.
+"""What a layer benchmark says: a table for people, and a JSON line; bench_picture.py draws it.
 
 A measurement is one shape under one load in one table; it is one JSON line, complete in itself:
 shape, samples boiled down, who was left out and why, device, versions, commit and command. Ratios
@@ -10,10 +10,9 @@ it is not fused.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from bench_clock import Sample
@@ -22,7 +21,7 @@ from bench_record import aligned
 
 TABLES = {
     "fresh": "(a) fresh bf16 weight gradients",
-    "main_grad": "(b) += fp32 main_grad",
+    "main_grad": "(b) weight gradients added into fp32 main_grad",
 }
 BOUND = "bound"
 
@@ -136,30 +135,29 @@ def table(line: dict[str, Any]) -> str:
 
 
 def trends(lines: list[dict[str, Any]]) -> list[str]:
-    """P10 in words: how far each arm's time over T is above a line through bound and fixed cost.
-
-    Fitted to relative errors, for each shape, load and table with three sizes or more.
-    """
+    """P10 in words: how far each arm's time in a sweep is above a line through bound and fixed
+    cost. Fitted to relative errors."""
     import numpy as np
 
     said = []
-    for (name, load, which), group in sweeps(lines).items():
-        for arm in group[0]["arms"]:
+    for sweep in sweeps(lines):
+        for arm in sweep.lines[0]["arms"]:
             points = [
-                (line["shape"]["tokens"], _bound_ms(line), line["arms"][arm]["both_ms"])
-                for line in group
+                (sweep.place(line), bound_ms(line), line["arms"][arm]["both_ms"])
+                for line in sweep.lines
                 if arm in line["arms"]
             ]
             if len(points) < 3:
                 continue
-            tokens, bound, time = np.array(points).T
+            places, bound, time = np.array(points).T
             design = np.stack([bound / time, 1 / time], axis=1)
             (slope, fixed), *_ = np.linalg.lstsq(design, np.ones_like(time), rcond=None)
             excess = time / (slope * bound + fixed) - 1
             worst = int(excess.argmax())
             said.append(
-                f"{name}, {load}, {TABLES[which][:3]} {arm}: {slope:.2f} x bound + {fixed:.3f} ms; "
-                f"at most {100 * excess[worst]:.0f} % above it, at T {tokens[worst]:.0f}"
+                f"{sweep.name}, {sweep.load}, {TABLES[sweep.table][:3]} {arm}: {slope:.2f} x bound "
+                f"+ {fixed:.3f} ms; at most {100 * excess[worst]:.0f} % above it, at "
+                f"{LETTERS[sweep.axis]} {places[worst]:.0f}"
             )
     return said
 
@@ -183,7 +181,7 @@ def loads_against_balanced(lines: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def _bound_ms(line: dict[str, Any]) -> float:
+def bound_ms(line: dict[str, Any]) -> float:
     return float(line["bound"]["forward_ms"] + line["bound"]["backward_ms"])
 
 
@@ -191,120 +189,38 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["name"], line["table"], line["asked_tokens"]
 
 
-def sweeps(lines: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
-    """Measurements that differ by T alone, ascending, where there are three or more."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for line in sorted(lines, key=lambda line: line["shape"]["tokens"]):
-        groups.setdefault((line["name"], line["load"], line["table"]), []).append(line)
-    return {key: group for key, group in groups.items() if len(group) >= 3}
+LETTERS = {"tokens": "T", "experts": "E"}
 
 
-def plot(path: Path, lines: list[dict[str, Any]]) -> str | None:
-    """A PNG of a run's measurements: rates beside the bound's, and times over T where T varies.
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Measurements that differ by T alone, or by the experts on the rank alone (the same rows),
+    ascending, three or more. `axis`: a key of LETTERS."""
 
-    Returns a line that says why not, if matplotlib is missing.
-    """
-    try:
-        os.environ.setdefault("MPLBACKEND", "agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return "mok: the picture needs matplotlib, got none; pip install matplotlib"
-    curves = sweeps(lines)
-    swept = {id(line) for group in curves.values() for line in group}
-    single = [line for line in lines if id(line) not in swept]
-    panels = [t for t in TABLES if any(line["table"] == t for line in single)]
-    count = len(panels) + len(curves)
-    widest = max([sum(line["table"] == t for line in single) for t in panels] or [1])
-    figure, axes = plt.subplots(
-        count,
-        1,
-        figsize=(max(9, 2 + 2.4 * widest), 4.2 * count),
-        layout="constrained",
-        squeeze=False,
-    )
-    colors = _colors(lines)
-    for axis, which in zip(axes[:, 0], panels, strict=False):
-        _bars(axis, [line for line in single if line["table"] == which], colors)
-        axis.set_title(f"One MoE layer, forward + backward, {TABLES[which]}; whiskers: all rounds")
-    for axis, ((name, load, which), group) in zip(
-        axes[len(panels) :, 0], curves.items(), strict=True
-    ):
-        _curves(axis, group, colors)
-        axis.set_title(f"{name}, {load} load, forward + backward, {TABLES[which]}")
-    about = lines[0]
-    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
-    figure.supxlabel(f"{about['device']}; {versions}; commit {about['commit'][:12]}", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return None
+    axis: str
+    name: str
+    load: str
+    table: str
+    lines: list[dict[str, Any]]
+
+    def place(self, line: dict[str, Any]) -> int:
+        return int(line["shape"][self.axis])
 
 
-def _colors(lines: list[dict[str, Any]]) -> dict[str, str]:
-    names = dict.fromkeys(name for line in lines for name in line["arms"])
-    return {name: f"C{index}" for index, name in enumerate(names)}
-
-
-def _bars(axis: Any, lines: list[dict[str, Any]], colors: dict[str, str]) -> None:
-    """TFLOP/s of each arm, one group a measurement, the bound as a line over the group."""
-    width = 0.8 / max(len(colors), 1)
-    labelled: set[str] = set()
-    for place, line in enumerate(lines):
-        bound = _bound_ms(line)
-        of_bound = [arm["both_tflops"] * arm["both_ms"] / bound for arm in line["arms"].values()]
-        if of_bound:
-            label = None if BOUND in labelled else "bound (cuBLAS or bytes, pass by pass)"
-            axis.hlines(of_bound[0], place - 0.42, place + 0.42, "black", "dashed", label=label)
-            labelled.add(BOUND)
-        for index, name in enumerate(colors):
-            if name not in line["arms"]:
-                continue
-            arm, left = line["arms"][name], place - 0.4 + (index + 0.5) * width
-            rate, scale = arm["both_tflops"], arm["both_tflops"] * arm["both_ms"]
-            spread = [
-                [rate - scale / arm["both_ms_most"]],
-                [scale / arm["both_ms_least"] - rate],
-            ]
-            label = None if name in labelled else arm["label"]
-            labelled.add(name)
-            axis.bar(left, rate, width * 0.95, color=colors[name], label=label, yerr=spread)
-            axis.text(
-                left,
-                0.02 * rate,
-                f"{rate:.0f}",
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                color="white",
-            )
-    axis.set_xticks(
-        range(len(lines)),
-        [f"{line['name']}\nT {line['shape']['tokens']}, {line['load']}" for line in lines],
-    )
-    axis.set_ylabel("TFLOP/s (higher is better)")
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _curves(axis: Any, group: list[dict[str, Any]], colors: dict[str, str]) -> None:
-    """Milliseconds over T of each arm and of the bound, both axes logarithmic."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    for name, color in colors.items():
-        points = [
-            (line["shape"]["tokens"], line["arms"][name]) for line in group if name in line["arms"]
+def sweeps(lines: list[dict[str, Any]]) -> list[Sweep]:
+    """Over T first, then over E."""
+    found = []
+    for axis in LETTERS:
+        groups: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+        for line in sorted(lines, key=lambda line: line["shape"][axis]):
+            shape, name = line["shape"], line["name"]
+            if axis == "experts":  # the sizes, not the slice's own name
+                name = f"{name.partition('/')[0]}, {shape['tokens'] * shape['top_k']} rows"
+            group = groups.setdefault((name, line["load"], line["table"]), {})
+            group[shape[axis]] = line
+        found += [
+            Sweep(axis=axis, name=name, load=load, table=which, lines=list(group.values()))
+            for (name, load, which), group in groups.items()
+            if len(group) >= 3
         ]
-        if points:
-            times = [arm["both_ms"] for _, arm in points]
-            axis.plot([t for t, _ in points], times, "o-", color=color, label=points[0][1]["label"])
-    bound = [_bound_ms(line) for line in group]
-    tokens = [line["shape"]["tokens"] for line in group]
-    axis.plot(tokens, bound, "k--", label="bound (cuBLAS or bytes, pass by pass)")
-    axis.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="ms (lower is better)")
-    axis.set_xticks(tokens, [f"{t}" for t in tokens], minor=False)
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    return found

@@ -18,6 +18,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mok_megatron.config import ARGUMENT_RULES, RULES
 
-test_config: Any = importlib.import_module("tests.test_config")
+
+@cache
+def _cases() -> Any:
+    """tests/test_config.py, which imports Megatron."""
+    return importlib.import_module("tests.test_config")
+
 
 # Tests that compare a run with alltoall; those with {} have an id for each case.
 COMPARED = {
@@ -33,11 +39,25 @@ COMPARED = {
     "training": "tests/test_training.py::test_training_equals_alltoall_ep2",
     "gradients": "tests/test_gradients.py::test_training_equals_alltoall[{}]",
     "parallelism": "tests/test_parallelism.py::test_training_equals_alltoall[{}]",
+    "data": "tests/test_data_shapes.py::test_every_shape_has_alltoalls_bytes",
+    "gather": "tests/test_training.py::test_skipping_the_parameter_gather_would_be_seen",
+    "checkpoints": "tests/test_checkpoints.py::test_every_reader_has_every_writers_bytes",
 }
 # Row of test_config.WORKS -> the runs that have it: a key of COMPARED and a case there.
 RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     "plain": (("layer", "qwen3"), ("training", "qwen3")),
     "top1": (("layer", "top-1"),),
+    "every-expert": (("layer", "every-expert"),),
+    "global-aux-loss": (("layer", "global-aux-loss"),),
+    "two-aux-losses": (("layer", "two-aux-losses"),),
+    "sinkhorn": (("layer", "sinkhorn"),),
+    "no-balancing": (("layer", "no-balancing"),),
+    "jitter": (("layer", "jitter"),),
+    "forced-balance": (("layer", "forced-balance"),),
+    "router-replay": (("data", "replayed"),),
+    "variable-sequence-lengths": (("data", "packed"),),
+    "capacity-drops-by-position": (("layer", "drops-by-position"),),
+    "shared-expert-overlap": (("layer", "shared-overlap"), ("layer", "shared-gate-overlap")),
     "aux-loss": (("training", "qwen3"),),
     "seq-aux-loss": (("training", "deepseek-v3"),),
     "z-loss": (("training", "qwen3"),),
@@ -58,6 +78,19 @@ RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     "expert-parallel": (("parallelism", "cp2-ep4"),),
     "tensor-parallel": (("parallelism", "tp2-ep4"),),
     "bf16": (("training", "bf16"),),
+}
+# What is no field of a TransformerConfig: flags -> the runs that have them.
+OF_TRAINING: dict[str, tuple[tuple[str, str], ...]] = {
+    "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather": (
+        ("training", "distributed-optimizer"),
+        ("gather", ""),
+        ("parallelism", "pp2-interleaved-sharded"),
+    ),
+    "--clip-grad 0.05": (("gradients", "clipped"),),
+    "--pipeline-model-parallel-size 2": (("parallelism", "pp2"),),
+    "--num-virtual-stages-per-pipeline-rank 2": (("parallelism", "pp2-interleaved"),),
+    "--context-parallel-size 2": (("parallelism", "cp2-ep4"),),
+    "--ckpt-format torch_dist": (("checkpoints", ""),),
 }
 # Rows about a field that, as it stands there, does nothing.
 IDLE = {
@@ -95,7 +128,7 @@ def rows() -> list[Row]:
     """What works, what is accepted, what is refused."""
     parsed = _flags()
     found = []
-    for works in test_config.WORKS:
+    for works in _cases().WORKS:
         if works.id in IDLE:
             continue
         runs = tuple(COMPARED[test].format(case) for test, case in RUNS.get(works.id, ()))
@@ -106,9 +139,12 @@ def rows() -> list[Row]:
             tests=(f"tests/test_config.py::test_works[{works.id}]", *runs),
         )
         found.append(row)
+    for flags, runs in OF_TRAINING.items():
+        tests = tuple(COMPARED[test].format(case) for test, case in runs)
+        found.append(Row(flags=flags, verdict="works", why="", tests=tests))
     names = _refused_ids()
     for rule in (*RULES, *ARGUMENT_RULES):
-        mine = [row for row in test_config.REFUSED if row.rule == rule.name]
+        mine = [row for row in _cases().REFUSED if row.rule == rule.name]
         flags = dict.fromkeys(_said(row.fields, parsed) for row in mine)
         ids = [f"test_refused[{names[id(row)]}]" for row in mine]
         ids += [f"test_refused_arguments[{'-'.join(a)}]" for a in _arguments() if a[0] == rule.name]
@@ -126,10 +162,10 @@ def rows() -> list[Row]:
 
 def _refused_ids() -> dict[int, str]:
     """id(row) -> pytest's id; it numbers those that are the same."""
-    words = [row.words.replace(" ", "-") for row in test_config.REFUSED]
+    words = [row.words.replace(" ", "-") for row in _cases().REFUSED]
     seen: Counter[str] = Counter()
     names = {}
-    for row, name in zip(test_config.REFUSED, words, strict=True):
+    for row, name in zip(_cases().REFUSED, words, strict=True):
         number = f"{'_' * name[-1].isdigit()}{seen[name]}" if words.count(name) > 1 else ""
         names[id(row)] = name + number
         seen[name] += 1
@@ -137,7 +173,7 @@ def _refused_ids() -> dict[int, str]:
 
 
 def _arguments() -> list[tuple[str, str]]:
-    (mark,) = test_config.test_refused_arguments.pytestmark
+    (mark,) = _cases().test_refused_arguments.pytestmark
     return list(mark.args[1])
 
 
@@ -189,8 +225,9 @@ def markdown(table: list[Row]) -> str:
 def main(tokens: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Megatron flags under mok, and their tests.")
     parser.add_argument("--json", action="store_true", help="JSON lines in place of Markdown")
+    as_json = parser.parse_args(tokens).json
     table = rows()
-    if parser.parse_args(tokens).json:
+    if as_json:
         print("\n".join(json.dumps(asdict(row)) for row in table))
     else:
         print(markdown(table))

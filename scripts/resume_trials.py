@@ -119,6 +119,7 @@ def run_trials(plan: Plan, count: int, seed: int, folder: Path) -> Any:
     """The unbroken run, then `count` trials, each yielded as it ends. Raises Failed when the
     unbroken run does not end well."""
     draw = random.Random(seed)
+    before = set(psutil.Process().children(recursive=True))  # of a test's process, say
     try:
         started = time.monotonic()
         finish(start(plan.command(folder / "unbroken"), folder))
@@ -135,7 +136,7 @@ def run_trials(plan: Plan, count: int, seed: int, folder: Path) -> Any:
             )
             yield trial
     finally:
-        for process in psutil.Process().children(recursive=True):
+        for process in set(psutil.Process().children(recursive=True)) - before:
             process.kill()
 
 

@@ -28,14 +28,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 MOE_TESTS = "tests/unit_tests/transformer/moe"
@@ -81,6 +83,7 @@ def main(tokens: list[str]) -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/upstream"), metavar="DIR", help="logs and records"
     )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add a JSON line to FILE")
     options = parser.parse_args(tokens)
     for path in options.tests:
         if not (options.checkout / path).exists():
@@ -92,14 +95,29 @@ def main(tokens: list[str]) -> int:
             return WRONG_INPUT
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    results, whole = {}, True
+    results: dict[str, dict[str, Record]] = {}
+    whole = True
     for dispatcher in ("alltoall", "mok"):
         print(f"[{dispatcher}] running; log in {output / f'{dispatcher}.log'}", flush=True)
-        results[dispatcher], ended = run(dispatcher, options, output)
+        known = len(results.get("alltoall", ())) or None
+        results[dispatcher], ended = run(dispatcher, options, output, known)
         if ended is not None:
             print(f"mok: the {dispatcher} run must reach its end, got {ended}; see its log")
             whole = False
     print(compare(results["alltoall"], results["mok"]))
+    if options.record is not None:
+        from bench_record import append, environment  # torch, which the plugin must not bring
+
+        append(
+            options.record,
+            {
+                "what": "the MoE unit tests of a Megatron-LM checkout on alltoall and on mok",
+                **{name: dict(counts(records.values())) for name, records in results.items()},
+                "with_a_mok_layer": dict(counts(r for r in results["mok"].values() if r.layers)),
+                "lost": lost(results["alltoall"], results["mok"]),
+                **environment(options.device, None),
+            },
+        )
     if not any(record.outcome == "passed" for record in results["alltoall"].values()):
         print("mok: some tests must pass with alltoall, got none; see its log")
         whole = False
@@ -109,11 +127,12 @@ def main(tokens: list[str]) -> int:
 
 
 def run(
-    dispatcher: str, options: argparse.Namespace, output: Path
+    dispatcher: str, options: argparse.Namespace, output: Path, known: int | None
 ) -> tuple[dict[str, Record], str | None]:
     """The tests on one dispatcher: records by test, and in words how it ended if not as it should.
 
-    A run past its deadline is killed with all it started; what it recorded counts.
+    A run past its deadline is killed with all it started; what it recorded counts. `known`: how
+    many tests there are, for the bar.
     """
     records = output / f"{dispatcher}.jsonl"
     for old in output.glob(f"{dispatcher}.jsonl*"):
@@ -145,7 +164,7 @@ def run(
             start_new_session=True,
         )
         try:
-            code = process.wait(options.deadline)
+            code = _wait(process, options.deadline, records, tqdm(total=known, unit="test"))
             ended = None if code in (0, 1, 5) else f"exit code {code}"  # pytest's; 1: some failed
         except subprocess.TimeoutExpired:
             ended = f"no end within {options.deadline:g} s"
@@ -154,6 +173,20 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return read(sorted(output.glob(f"{records.name}*"))), ended
+
+
+def _wait(process: Any, deadline: float, records: Path, bar: Any) -> int:
+    """The exit code; the bar counts what the (first) rank recorded meanwhile."""
+    end = time.monotonic() + deadline
+    with bar:
+        while True:
+            try:
+                return int(process.wait(min(1.0, max(end - time.monotonic(), 0.01))))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= end:
+                    raise
+            files = sorted(records.parent.glob(f"{records.name}*"))
+            bar.update(len(files[0].read_text().splitlines()) - bar.n if files else 0)
 
 
 def read(files: list[Path]) -> dict[str, Record]:
@@ -181,6 +214,10 @@ def lost(alltoall: dict[str, Record], mok: dict[str, Record]) -> list[str]:
     return lines
 
 
+def counts(records: Iterable[Record]) -> Counter[str]:
+    return Counter(record.outcome for record in records)
+
+
 def compare(alltoall: dict[str, Record], mok: dict[str, Record]) -> str:
     """Counts by file, of both runs; what was refused; what was lost."""
     files = sorted({record.file for record in (*alltoall.values(), *mok.values())})
@@ -192,8 +229,8 @@ def compare(alltoall: dict[str, Record], mok: dict[str, Record]) -> str:
         row = f"{name:{width}}"
         for records in (alltoall, mok):
             mine = [r for r in records.values() if name in (r.file, "all")]
-            counts = Counter(record.outcome for record in mine)
-            row += "  " + " ".join(f"{counts[word]:{len(word)}}" for word in head.split())
+            number = counts(mine)
+            row += "  " + " ".join(f"{number[word]:{len(word)}}" for word in head.split())
         on_mok = [record for record in mine if record.layers]
         passed = sum(record.outcome == "passed" for record in on_mok)
         lines.append(f"{row}  {passed} of {len(on_mok)} passed")

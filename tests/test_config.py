@@ -15,7 +15,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn import functional
 
 import mok_megatron
-from mok_megatron.config import ARGUMENT_RULES, RULES, MokConfig, check, check_arguments
+from mok_megatron.config import (
+    ARGUMENT_RULES,
+    RULES,
+    MokConfig,
+    already_done,
+    check,
+    check_arguments,
+)
 
 mok_megatron.activate()
 
@@ -90,7 +97,14 @@ WORKS = [
     Works("dense-first-layer", {"moe_layer_freq": [0, 1]}),
     Works("shared-expert", SHARED),
     Works("shared-expert-gate", {**SHARED, "moe_shared_expert_gate": True}),
+    Works("shared-expert-overlap", {**SHARED, "moe_shared_expert_overlap": True}),
+    Works("router-fusion", {"moe_router_fusion": True}),
+    Works("deterministic", {"deterministic_mode": True}),
     Works("recompute-moe", {**SELECTIVE, "recompute_modules": ["moe"]}),
+    Works(
+        "recompute-activation",
+        {**SELECTIVE, "recompute_modules": ["core_attn", "moe_act"], "moe_grouped_gemm": True},
+    ),
     Works("recompute-norm", {**SELECTIVE, "recompute_modules": ["layernorm"]}),
     Works(
         "recompute-shared-expert",
@@ -234,6 +248,11 @@ REFUSED = [
         "do not depend on the batch | True | --batch-invariant-mode",
     ),
     Refused(
+        "deterministic_mode",
+        {"deterministic_mode": True, "moe_router_fusion": True},
+        "any order | deterministic_mode=True and moe_router_fusion=True | drop --moe-router-fusion",
+    ),
+    Refused(
         "moe_pad_expert_input_to_capacity",
         {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
         "padded to their capacity | True | --moe-pad-expert-input-to-capacity",
@@ -264,11 +283,6 @@ REFUSED = [
         "by capacity factor only | True | --moe-expert-capacity-factor",
     ),
     Refused(
-        "moe_shared_expert_overlap",
-        {**SHARED, "moe_shared_expert_overlap": True},
-        "part of the fused call | True | --moe-shared-expert-overlap",
-    ),
-    Refused(
         "use_grouped_gemm_for_shared_expert",
         {**SHARED, "use_grouped_gemm_for_shared_expert": True},
         "plain MLP | True | --use-grouped-gemm-for-shared-expert",
@@ -297,11 +311,6 @@ REFUSED = [
         "overlap_dispatch_backward_with_experts_wgrad",
         {"overlap_dispatch_backward_with_experts_wgrad": True},
         "cannot be delayed | True | --overlap-dispatch-backward-with-experts-wgrad",
-    ),
-    Refused(
-        "recompute_modules",
-        {**SELECTIVE, "recompute_modules": ["core_attn", "moe_act"], "moe_grouped_gemm": True},
-        "recomputed by itself | moe_act | --recompute-modules moe",
     ),
     Refused(
         "offload_modules",
@@ -384,6 +393,20 @@ def test_refused(row: Refused) -> None:
     (line,) = [line for line in str(error.value).splitlines() if f"mok: {rule.must}, " in line]
     must, got, remedy = map(re.escape, row.words.split(" | "))
     assert re.fullmatch(rf"mok: .*{must}.*, got .*{got}.*; .*{remedy}.*", line)
+
+
+def test_what_the_fused_call_does_anyway_is_named() -> None:
+    config = build(
+        **SHARED | SELECTIVE,
+        recompute_modules=["moe_act"],
+        moe_grouped_gemm=True,
+        moe_shared_expert_overlap=True,
+    )
+    assert not config.moe_shared_expert_overlap
+    overlap, activation = "--moe-shared-expert-overlap", "--recompute-modules moe_act"
+    assert config.mok_already_done == ("--moe-grouped-gemm", overlap, activation)
+    assert build().mok_already_done == ()
+    assert already_done(SimpleNamespace(moe_permute_fusion=True)) == ("--moe-permute-fusion",)
 
 
 def test_every_rule_has_a_row() -> None:
@@ -477,11 +500,10 @@ INDIFFERENT = {
     "moe_enable_deepep",
     "moe_grad_scale_func",
     "moe_per_layer_logging",
-    "moe_permute_fusion",
+    "moe_permute_fusion",  # Megatron wants Transformer Engine for it
     "moe_permute_fusion_into_hybridep",
     "moe_router_bias_update_rate",
     "moe_router_force_biased",
-    "moe_router_fusion",
     "moe_router_quantile_balancing_ema",
     "moe_router_topk_limited_devices",
 }

@@ -20,6 +20,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "router-in-model-dtype": (tiny.QWEN3, {"moe_router_dtype": None}),
     "router-in-fp64": (tiny.DEEPSEEK_V3, {"moe_router_dtype": "fp64"}),
     "shared-gate": (tiny.DEEPSEEK_V3, {"moe_shared_expert_gate": True}),
+    "shared-overlap": (tiny.DEEPSEEK_V3, {"moe_shared_expert_overlap": True}),
+    "shared-gate-overlap": (
+        tiny.DEEPSEEK_V3,
+        {"moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
+    ),
+    "forced-balance": (tiny.QWEN3, {"moe_router_force_load_balancing": True}),
+    "no-balancing": (tiny.QWEN3, {"moe_router_load_balancing_type": "none"}),
+    "sinkhorn": (
+        tiny.QWEN3,
+        {
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_topk": 1,
+            "moe_aux_loss_coeff": 0.0,
+        },
+    ),
+    "global-aux-loss": (tiny.QWEN3, {"moe_router_load_balancing_type": "global_aux_loss"}),
+    "two-aux-losses": (
+        tiny.QWEN3,
+        {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [1e-2, 1e-3],
+        },
+    ),
+    "jitter": (tiny.QWEN3, {"moe_input_jitter_eps": 0.1}),
+    "every-expert": (tiny.QWEN3, {"moe_router_topk": 8}),
+    "drops-by-position": (
+        tiny.QWEN3,
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    ),
     "fewer-than-k-choices": (tiny.QWEN3, {"moe_expert_capacity_factor": 0.5}),
     "one-expert-takes-most": (tiny.QWEN3, {"moe_router_topk": 2, "skew": 50.0}),
     "recompute-moe": (

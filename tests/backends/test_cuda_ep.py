@@ -255,7 +255,7 @@ def test_too_many_rows_for_a_rank_is_a_fault_on_all() -> None:
     many = [replace(part, expert_TK=ids) for part in parts]
     assert not _all_nan(group.forward(few))
     assert _all_nan(group.forward(many))
-    _raises_once(group, r"buffers of \d+ rows, got 2560 .* rank 0, .*set --mok-row-budget to 2.14")
+    _raises_once(group, r"buffers, of \d+ rows, got 2560 .* rank 0, .*set --mok-row-budget to 2.14")
     assert not _all_nan(group.forward(few))
 
 

@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 
+from tqdm import tqdm
+
 from tests.csrc.fuzz import fuzz
 from tests.csrc.plan import Tiles
 from tests.csrc.route import Router
@@ -32,8 +34,8 @@ def main() -> None:
     for name in options.subjects:
         print(f"{name}: {options.cases} cases of seed {seed}", flush=True)
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            fuzz(SUBJECTS[name](pathlib.Path(folder)), options.cases, seed)
+        with tempfile.TemporaryDirectory() as folder, tqdm(total=options.cases) as bar:
+            fuzz(SUBJECTS[name](pathlib.Path(folder)), options.cases, seed, bar.update)
         seconds = round(time.monotonic() - started)
         print(f"{name}: no difference, {seconds} s", flush=True)
         if options.record is not None:

@@ -9,7 +9,7 @@ shown, together with the seed that draws it again:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,8 +35,14 @@ def drawn[Case](subject: Subject[Case], seed: int, index: int) -> Case:
     return subject.draw(np.random.default_rng((seed, index)))
 
 
-def fuzz[Case](subject: Subject[Case], cases: int, seed: int) -> None:
-    """Raises AssertionError with seed, number and a small form of the first failing case."""
+def fuzz[Case](
+    subject: Subject[Case],
+    cases: int,
+    seed: int,
+    passed: Callable[[int], object] = lambda cases: None,
+) -> None:
+    """Tells `passed` of each batch; raises AssertionError with seed, number and a small form of the
+    first failing case."""
     for first in range(0, cases, BATCH):
         batch = [drawn(subject, seed, i) for i in range(first, min(first + BATCH, cases))]
         for index, words in subject.failures(batch)[:1]:
@@ -45,6 +51,7 @@ def fuzz[Case](subject: Subject[Case], cases: int, seed: int) -> None:
                 f"seed {seed}, case {first + index}: {words}; a small one: {small}, "
                 f"{subject.failures([small])[0][1]}"
             )
+        passed(len(batch))
 
 
 def shrunk[Case](subject: Subject[Case], case: Case) -> Case:

@@ -1,20 +1,25 @@
-// The protocol between ranks (csrc/workspace.h) and inside a grid (csrc/sm90/direction.cuh) as
-// small state machines over the kernels' own planner: epochs, generations, segments, tickets and
-// tiles come from the headers that the kernels compile.
+// The protocol between ranks (csrc/workspace.h) and inside a grid
+// (csrc/sm90/direction.cuh) as small state machines over the kernels' own
+// planner: epochs, generations, segments, tickets and tiles come from the
+// headers that the kernels compile.
 //
-// A state is a vector of words; an agent is one thread of work that can take one step, or cannot.
-// Rank: publish, a sender and a watcher for each peer, gather, then a grid of CTAs, each a mover
-// (warp), load, multiply and store. A CTA runs when it has a slot: with fewer slots than CTAs the
-// others start when one leaves.
+// A state is a vector of words; an agent is one thread of work that can take
+// one step, or cannot. Rank: publish, a sender and a watcher for each peer,
+// gather, then a grid of CTAs, each a mover (warp), load, multiply and store. A
+// CTA runs when it has a slot: with fewer slots than CTAs the others start when
+// one leaves.
 //
-// Memory. A shared cell holds the epoch of what was written to it, and whether its writer has made
-// that visible. A store that is issued but not behind its writer's fence (a bulk store: its
-// completion) may have drained or not, before or after any other: so a cell is unreadable from the
-// store to the fence, whatever the order, and reading it is a fault, as is reading another call's
-// bytes. Signals are single words and seen at once; a late one is a watcher that runs late.
+// Memory. A shared cell holds the epoch of what was written to it, and whether
+// its writer has made that visible. A store that is issued but not behind its
+// writer's fence (a bulk store: its completion) may have drained or not, before
+// or after any other: so a cell is unreadable from the store to the fence,
+// whatever the order, and reading it is a fault, as is reading another call's
+// bytes. Signals are single words and seen at once; a late one is a watcher
+// that runs late.
 //
-// What must hold: no agent is left blocked; a cell is read only while it holds this call's bytes;
-// products and pushes start after what they read is there; each token is combined once.
+// What must hold: no agent is left blocked; a cell is read only while it holds
+// this call's bytes; products and pushes start after what they read is there;
+// each token is combined once.
 #pragma once
 
 #include <algorithm>
@@ -29,55 +34,60 @@ namespace protocol {
 
 using Word = uint16_t;
 
-// Faults planted into the state machines. Those of the planner are edits of its headers.
+// Faults planted into the state machines. Those of the planner are edits of its
+// headers.
 enum Seed : int {
   kSound,
-  kNoStartWait,      // gather goes on without its peers
-  kDroppedStart,     // the last rank gets no start
-  kEarlyStart,       // start is sent before what it announces is visible
-  kOneGeneration,    // x and choices are overwritten by the next call
-  kWrongGeneration,  // gather looks at the other generation's starts
-  kAnyArrival,       // combine takes an arrival of any call
-  kDroppedArrival,   // the last row of a push is not announced
-  kEarlyArrival,     // a row is announced before it has arrived
-  kPushEarly,        // a push does not wait for its tiles
-  kPushFirst,        // an expert's rows go home before the next one's are brought
-  kUnsettled,        // a mover waits for tiles while rows it has brought are not announced
-  kOwedAnnounce,     // store announces a tile when it has the next
-  kEarlyReady,       // rows are announced when their copy is issued
-  kEarlyDone,        // a tile is announced before it is in memory
-  kOwnedTiles,       // CTA c has tickets c, c + ctas, ... instead of the next
-  kGridBarrier,      // combine waits until all CTAs run
-  kTornTicket,       // two CTAs may get one ticket
-  kStaleCounters,    // done1 keeps what the last call left
-  kFrozenEpoch,      // a call has the epoch of the one before
-  kSwappedWait,      // pass 1 waits for the rows, not for pass 0
-  kNoSums,           // backward pushes without waiting for the probability's gradient
-  kNoRows,           // the last weight gradient does not wait for the rows that only it reads
-  kUncheckedStart,   // gather does not compare the starts
-  kNoDeadline,       // gather waits without a deadline
+  kNoStartWait,     // gather goes on without its peers
+  kDroppedStart,    // the last rank gets no start
+  kEarlyStart,      // start is sent before what it announces is visible
+  kOneGeneration,   // x and choices are overwritten by the next call
+  kWrongGeneration, // gather looks at the other generation's starts
+  kAnyArrival,      // combine takes an arrival of any call
+  kDroppedArrival,  // the last row of a push is not announced
+  kEarlyArrival,    // a row is announced before it has arrived
+  kPushEarly,       // a push does not wait for its tiles
+  kPushFirst,     // an expert's rows go home before the next one's are brought
+  kUnsettled,     // a mover waits for tiles while rows it has brought are not
+                  // announced
+  kOwedAnnounce,  // store announces a tile when it has the next
+  kEarlyReady,    // rows are announced when their copy is issued
+  kEarlyDone,     // a tile is announced before it is in memory
+  kOwnedTiles,    // CTA c has tickets c, c + ctas, ... instead of the next
+  kGridBarrier,   // combine waits until all CTAs run
+  kTornTicket,    // two CTAs may get one ticket
+  kStaleCounters, // done1 keeps what the last call left
+  kFrozenEpoch,   // a call has the epoch of the one before
+  kSwappedWait,   // pass 1 waits for the rows, not for pass 0
+  kNoSums, // backward pushes without waiting for the probability's gradient
+  kNoRows, // the last weight gradient does not wait for the rows that only it
+           // reads
+  kUncheckedStart, // gather does not compare the starts
+  kNoDeadline,     // gather waits without a deadline
   kSeeds,
 };
 
-struct Call {  // what a rank brings; equal on all ranks but tokens and choices
+struct Call { // what a rank brings; equal on all ranks but tokens and choices
   int layer = 0;
   bool backward = false;
-  bool spoiled = false;     // a choice is faulty: combine writes NaN and waits for nothing
-  std::vector<int> tokens;  // [P]
-  std::vector<std::vector<int>> choice;  // [P][T · K] expert, -1: none
+  bool spoiled =
+      false; // a choice is faulty: combine writes NaN and waits for nothing
+  std::vector<int> tokens;              // [P]
+  std::vector<std::vector<int>> choice; // [P][T · K] expert, -1: none
 };
 
 struct Setup {
-  int ranks = 2, local = 1, choices = 1, most = 1;  // most: Tmax
+  int ranks = 2, local = 1, choices = 1, most = 1; // most: Tmax
   int ctas = 1, slots = 1;
-  int depth = 1, held = 0;  // moves whose copies a mover has under way; tickets it has for later
+  int depth = 1, held = 0; // moves whose copies a mover has under way; tickets
+                           // it has for later
   int n0 = 1, n1 = 1, ahead = 1, token_tile = 1;
   bool shared = false;
-  uint32_t epoch = 0;  // of the workspace before the first call
+  uint32_t epoch = 0; // of the workspace before the first call
   std::vector<Call> calls;
-  std::vector<std::vector<int>> order;  // [P] the calls that a rank makes
-  int dies = -1;                        // this rank stops somewhere
-  bool may_expire = false;              // waits may end by their deadlines
+  std::vector<std::vector<int>> order; // [P] the calls that a rank makes
+  int dies = -1;                       // this rank stops somewhere
+  bool may_expire = false;             // waits may end by their deadlines
   int seed = kSound;
 };
 
@@ -90,34 +100,38 @@ struct Work {
   std::vector<int32_t> start, count, first;
   mok::PlanShape shape{};
   std::vector<mok::Tile> tiles;
-  std::vector<Row> rows;     // in schedule order
-  std::vector<int> brought;  // [block] rows
+  std::vector<Row> rows;    // in schedule order
+  std::vector<int> brought; // [block] rows
   struct Move {
-    int source, block, expert;  // source: kHome of rows that go home
-    std::vector<int> rows;      // of them, those that there are
+    int source, block, expert; // source: kHome of rows that go home
+    std::vector<int> rows;     // of them, those that there are
   };
-  std::vector<Move> moves;  // by ticket, without those of no row
+  std::vector<Move> moves; // by ticket, without those of no row
   struct Piece {
     bool here;
-    int at;  // block here, or slot
+    int at; // block here, or slot
   };
-  std::vector<std::vector<Piece>> pieces;  // [token]
+  std::vector<std::vector<Piece>> pieces; // [token]
 
   int blocks() const { return static_cast<int>(brought.size()); }
 };
 
 constexpr int kHome = 2;
 
-// Tickets of rows to bring, then of rows to send home. mixed: an expert's go home after its own.
-inline void set_moves(Work& w, int sources, int rank, bool mixed) {
+// Tickets of rows to bring, then of rows to send home. mixed: an expert's go
+// home after its own.
+inline void set_moves(Work &w, int sources, int rank, bool mixed) {
   const auto add = [&](int source, int first, int count) {
     Work::Move move{source, first / mok::kRowTile, 0, {}};
     for (int i = 0; i < static_cast<int>(w.rows.size()); ++i) {
       const bool wanted = source != kHome || w.rows[i].rank != rank;
-      if (wanted && w.rows[i].at >= first && w.rows[i].at < first + count) move.rows.push_back(i);
+      if (wanted && w.rows[i].at >= first && w.rows[i].at < first + count)
+        move.rows.push_back(i);
     }
-    while (w.start[move.expert + 1] <= first) ++move.expert;
-    if (!move.rows.empty()) w.moves.push_back(move);
+    while (w.start[move.expert + 1] <= first)
+      ++move.expert;
+    if (!move.rows.empty())
+      w.moves.push_back(move);
   };
   const mok::MoveOrder order = mok::MoveOrder::of(w.shape, sources);
   for (int ticket = 0; ticket < order.count(); ++ticket) {
@@ -126,45 +140,53 @@ inline void set_moves(Work& w, int sources, int rank, bool mixed) {
   }
   for (int first = 0; first < w.start.back(); first += mok::kPushRows)
     add(kHome, first, mok::kPushRows);
-  const auto before = [](const Work::Move& a, const Work::Move& b) { return a.expert < b.expert; };
-  if (mixed) std::stable_sort(w.moves.begin(), w.moves.end(), before);
+  const auto before = [](const Work::Move &a, const Work::Move &b) {
+    return a.expert < b.expert;
+  };
+  if (mixed)
+    std::stable_sort(w.moves.begin(), w.moves.end(), before);
 }
 
-inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
+inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
   Work w;
   w.refused = refused;
   w.start = {0};
-  w.pieces.resize(refused && call.tokens[rank] > s.most ? 0 : call.tokens[rank]);
+  w.pieces.resize(refused && call.tokens[rank] > s.most ? 0
+                                                        : call.tokens[rank]);
   for (int e = rank * s.local; e < (rank + 1) * s.local; ++e) {
     const int first = w.start.back();
     int rows = 0;
     for (int p = 0; p < s.ranks && !refused; ++p) {
       for (int i = 0; i < call.tokens[p] * s.choices; ++i) {
-        if (call.choice[p][i] != e) continue;
+        if (call.choice[p][i] != e)
+          continue;
         w.rows.push_back({first + rows, p, i});
         ++rows;
       }
     }
     w.count.push_back(rows);
-    w.start.push_back(first + mok::tiles_of(rows, mok::kRowTile) * mok::kRowTile);
+    w.start.push_back(first +
+                      mok::tiles_of(rows, mok::kRowTile) * mok::kRowTile);
   }
   const int blocks = w.start.back() / mok::kRowTile;
   w.brought.resize(blocks);
-  for (const Work::Row& row : w.rows) ++w.brought[row.at / mok::kRowTile];
+  for (const Work::Row &row : w.rows)
+    ++w.brought[row.at / mok::kRowTile];
   for (int t = 0; t < static_cast<int>(w.pieces.size()) && !refused; ++t) {
     for (int k = 0; k < s.choices; ++k) {
       const int slot = t * s.choices + k, expert = call.choice[rank][slot];
-      if (expert < 0) continue;
+      if (expert < 0)
+        continue;
       if (expert / s.local != rank) {
         w.pieces[t].push_back({false, slot});
         continue;
       }
-      for (const Work::Row& row : w.rows)
+      for (const Work::Row &row : w.rows)
         if (row.rank == rank && row.slot == slot)
           w.pieces[t].push_back({true, row.at / mok::kRowTile});
     }
   }
-  mok::PlanShape& shape = w.shape;
+  mok::PlanShape &shape = w.shape;
   shape.passes = call.backward ? 4 : 2;
   shape.experts = s.local;
   shape.ahead = s.ahead;
@@ -173,20 +195,24 @@ inline Work work_of(const Setup& s, const Call& call, int rank, bool refused) {
   shape.start = w.start.data();
   shape.count = w.count.data();
   shape.capacity = w.start.back();
-  for (mok::PassShape* pass : {shape.routed, shape.shared}) {
-    if (pass == shape.shared && !s.shared) break;
+  for (mok::PassShape *pass : {shape.routed, shape.shared}) {
+    if (pass == shape.shared && !s.shared)
+      break;
     pass[0] = {0, s.n0, 1};
     pass[1] = {0, s.n1, 1};
-    if (call.backward) pass[2] = pass[3] = {1, 1, 0};
+    if (call.backward)
+      pass[2] = pass[3] = {1, 1, 0};
   }
   set_moves(w, call.backward ? 2 : 1, rank, s.seed == kPushFirst);
   w.first.resize(shape.segments() + 1);
   for (int i = 0; i < shape.segments(); ++i)
-    w.first[i + 1] = w.first[i] + mok::segment_tiles(shape, mok::segment_at(shape, i));
+    w.first[i + 1] =
+        w.first[i] + mok::segment_tiles(shape, mok::segment_at(shape, i));
   const mok::Plan plan{shape, w.first.data()};
   int segment = 0;
-  for (int ticket = 0; ticket < plan.count(); ++ticket) w.tiles.push_back(plan.at(ticket, segment));
+  for (int ticket = 0; ticket < plan.count(); ++ticket)
+    w.tiles.push_back(plan.at(ticket, segment));
   return w;
 }
 
-}  // namespace protocol
+} // namespace protocol

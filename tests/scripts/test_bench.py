@@ -260,9 +260,25 @@ def test_a_plan_crosses_shapes_sizes_and_experts() -> None:
     )
 
 
+def test_a_slice_of_the_public_model_keeps_its_rows() -> None:
+    plan = bench_layer.Plan.of(
+        options("--presets", "deepseek-v3/32-routed", "--ep-sizes", "1,8,64", "--tokens", "2048")
+    )
+    assert [(name, s.tokens, s.top_k, s.experts) for name, s in plan.shapes] == [
+        ("deepseek-v3/256", 2048, 8, 256),
+        ("deepseek-v3/32", 2048, 8, 32),
+        ("deepseek-v3/4", 4096, 4, 4),
+    ]
+
+
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
+        (["--layer", "--device", "cpu", "--ep-sizes", "7"], "got 7 for deepseek-v3/32 with 256"),
+        (
+            ["--layer", "--device", "cpu", "--ep-sizes", "8", "--experts", "4"],
+            "got --experts and --ep-sizes",
+        ),
         ([], "one of --layer and --passes must be given, got neither"),
         (["--layer", "--passes"], "got both"),
         (["--layer", "--presets", "deepsek"], "a preset must be one of"),

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_clock
+import bench_picture
 import bench_problem
 import bench_record
 import bench_report
@@ -70,7 +71,8 @@ def test_ratios_are_taken_inside_a_round() -> None:
 def test_the_table_says_all_of_it() -> None:
     text = bench_report.table(line())
     assert text.splitlines()[0] == (
-        "x/1, balanced: T 48, K 2, E 6, H 32, F 16, S 24; 1-9 rows an expert; (b) += fp32 main_grad"
+        "x/1, balanced: T 48, K 2, E 6, H 32, F 16, S 24; 1-9 rows an expert; "
+        "(b) weight gradients added into fp32 main_grad"
     )
     header, mok, peer, bound = text.splitlines()[1:5]
     assert mok.split() == ["mok", "1.000", "2.000", "3.000", "3.000-6.000", "0.0", "1.00",
@@ -127,12 +129,24 @@ def test_a_sweep_over_tokens_has_a_trend() -> None:
     assert bench_report.trends(swept(0.0)[:2]) == []
 
 
+def test_a_sweep_over_experts_has_one_too() -> None:
+    lines = swept(0.0)
+    for index, one in enumerate(lines):
+        one["shape"] |= {"tokens": 48, "experts": 4 + index}
+        one["name"] = f"x/{4 + index}"
+    (said,) = bench_report.trends(lines)
+    assert said.startswith("x, 96 rows, balanced, (b) mok: 2.00 x bound + 0.100 ms")
+    assert ", at E " in said
+    (sweep,) = bench_report.sweeps(lines)
+    assert [sweep.place(one) for one in sweep.lines] == [4, 5, 6, 7]
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     several = [line("a/1"), line("b/2", "zipf"), *swept(0.1)]
     several.append({**line("c/3"), "arms": {"peer": line()["arms"]["peer"]}})
     for name, lines in {"few": several[:1], "all": several}.items():
-        assert bench_report.plot(tmp_path / f"{name}.png", lines) is None
+        assert bench_picture.plot(tmp_path / f"{name}.png", lines) is None
     few, every = ((tmp_path / f"{name}.png").read_bytes() for name in ("few", "all"))
     assert few.startswith(b"\x89PNG")
     assert every.startswith(b"\x89PNG")

@@ -1,0 +1,128 @@
+"""A layer benchmark as a PNG that can be read without the text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from bench_report import BOUND, TABLES, Sweep, bound_ms, sweeps
+
+BOUND_LABEL = "bound (cuBLAS or bytes, pass by pass)"
+WORDS = {"tokens": "tokens T", "experts": "experts E on the rank"}
+
+
+def plot(path: Path, lines: list[dict[str, Any]]) -> str | None:
+    """A PNG of a run's measurements: rates beside the bound's, and times over T where T varies.
+
+    Returns a line that says why not, if matplotlib is missing.
+    """
+    try:
+        os.environ.setdefault("MPLBACKEND", "agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return "mok: the picture needs matplotlib, got none; pip install matplotlib"
+    curves = sweeps(lines)
+    swept = {id(line) for sweep in curves for line in sweep.lines}
+    single = [line for line in lines if id(line) not in swept]
+    panels = [t for t in TABLES if any(line["table"] == t for line in single)]
+    count = len(panels) + len(curves)
+    widest = max([sum(line["table"] == t for line in single) for t in panels] or [1])
+    figure, axes = plt.subplots(
+        count,
+        1,
+        figsize=(max(9, 2 + 2.4 * widest), 4.2 * count),
+        layout="constrained",
+        squeeze=False,
+    )
+    colors = _colors(lines)
+    for axis, which in zip(axes[:, 0], panels, strict=False):
+        _bars(axis, [line for line in single if line["table"] == which], colors)
+        axis.set_title(f"One MoE layer, forward + backward, {TABLES[which]}; whiskers: all rounds")
+    for axis, sweep in zip(axes[len(panels) :, 0], curves, strict=True):
+        _curves(axis, sweep, colors)
+        axis.set_title(
+            f"{sweep.name}, {sweep.load} load, forward + backward, {TABLES[sweep.table]}"
+        )
+    about = lines[0]
+    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
+    figure.supxlabel(f"{about['device']}; {versions}; commit {about['commit'][:12]}", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return None
+
+
+def _colors(lines: list[dict[str, Any]]) -> dict[str, str]:
+    names = dict.fromkeys(name for line in lines for name in line["arms"])
+    return {name: f"C{index}" for index, name in enumerate(names)}
+
+
+def _bars(axis: Any, lines: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    """TFLOP/s of each arm, one group a measurement, the bound as a line over the group."""
+    width = 0.8 / max(len(colors), 1)
+    labelled: set[str] = set()
+    for place, line in enumerate(lines):
+        bound = bound_ms(line)
+        of_bound = [arm["both_tflops"] * arm["both_ms"] / bound for arm in line["arms"].values()]
+        if of_bound:
+            label = None if BOUND in labelled else BOUND_LABEL
+            axis.hlines(of_bound[0], place - 0.42, place + 0.42, "black", "dashed", label=label)
+            labelled.add(BOUND)
+        for index, name in enumerate(colors):
+            if name not in line["arms"]:
+                continue
+            arm, left = line["arms"][name], place - 0.4 + (index + 0.5) * width
+            rate, scale = arm["both_tflops"], arm["both_tflops"] * arm["both_ms"]
+            spread = [
+                [rate - scale / arm["both_ms_most"]],
+                [scale / arm["both_ms_least"] - rate],
+            ]
+            label = None if name in labelled else arm["label"]
+            labelled.add(name)
+            axis.bar(left, rate, width * 0.95, color=colors[name], label=label, yerr=spread)
+            axis.text(
+                left,
+                0.02 * rate,
+                f"{rate:.0f}",
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                color="white",
+            )
+    axis.set_xticks(
+        range(len(lines)),
+        list(map(_told, lines)),
+    )
+    axis.set_ylabel("TFLOP/s (higher is better)")
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _told(line: dict[str, Any]) -> str:
+    shape = line["shape"]
+    experts = f"{shape['experts']} experts{' + shared' * bool(shape['shared_ffn'])}"
+    model = line["name"].partition("/")[0]
+    return f"{model}\n{experts}, {line['load']} load\n{shape['tokens']} tokens"
+
+
+def _curves(axis: Any, sweep: Sweep, colors: dict[str, str]) -> None:
+    """Milliseconds of each arm and of the bound, both axes logarithmic."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    for name, color in colors.items():
+        measured = [line for line in sweep.lines if name in line["arms"]]
+        if measured:
+            times = [line["arms"][name]["both_ms"] for line in measured]
+            label = measured[0]["arms"][name]["label"]
+            axis.plot(list(map(sweep.place, measured)), times, "o-", color=color, label=label)
+    places = list(map(sweep.place, sweep.lines))
+    axis.plot(places, list(map(bound_ms, sweep.lines)), "k--", label=BOUND_LABEL)
+    axis.set(xscale="log", yscale="log", xlabel=WORDS[sweep.axis], ylabel="ms (lower is better)")
+    axis.set_xticks(places, list(map(str, places)), minor=False)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)

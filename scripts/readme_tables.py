@@ -1,0 +1,212 @@
+"""Write README.md's tables: what was measured, and which flags work.
+
+    python scripts/readme_tables.py            rewrite them, and scripts/results/layer.png
+    python scripts/readme_tables.py --check    say whether they are current, and change nothing
+
+Measured: the last line of scripts/results/layer.jsonl for each layer and table, and of
+throughput.jsonl for each configuration. Flags: scripts/flag_table.py, in short. Each table stands
+between two comments that name it. Exit codes: 0 current, 1 not (with --check), 2 a comment is
+missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from bench_picture import plot  # noqa: E402
+
+from mok_megatron.config import ARGUMENT_RULES, RULES  # noqa: E402
+
+README = ROOT / "README.md"
+RESULTS = ROOT / "scripts" / "results"
+# Rows of the refusals: what they have in common, and the first rule of each.
+KINDS = {
+    "shapes": "moe_router_topk",
+    "the expert's arithmetic": "activation_func",
+    "how weights are stored": "expert_tensor_parallel_size",
+    "number formats": "fp8",
+    "determinism": "batch_invariant_mode",
+    "what travels": "moe_pad_expert_input_to_capacity",
+    "the shared expert": "use_grouped_gemm_for_shared_expert",
+    "who drives the layer": "overlap_moe_expert_parallel_comm",
+    "arguments of a run": "use_megatron_fsdp",
+}
+
+
+def read(path: Path, *key: str) -> list[dict[str, Any]]:
+    """The last line of each key, in the order of their first."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            found[tuple(line[part] for part in key)] = line
+    return list(found.values())
+
+
+def layers(lines: list[dict[str, Any]]) -> list[str]:
+    """One MoE layer beside its peers: a Markdown table and what it means."""
+    peers = (
+        ("Megatron alltoall + TE", ("megatron", "megatron-cutlass")),
+        ("SonicMoE", ("sonic",)),
+        ("torch grouped_mm", ("grouped_mm",)),
+    )
+    rows = []
+    for line in lines:
+        mok, shape = line["arms"].get("mok"), line["shape"]
+        if mok is None:
+            continue
+        cells = [
+            f"{line['name'].partition('/')[0]}, {shape['experts']} experts"
+            f"{' + shared' * bool(shape['shared_ffn'])}, {line['load']}",
+            f"{shape['tokens']}",
+            "fp32 +=" if line["table"] == "main_grad" else "bf16",
+            f"{mok['forward_ms']:.2f} + {mok['backward_ms']:.2f}",
+            f"{mok['both_tflops']:.0f}",
+            f"{mok['of_bound']:.2f}",
+        ]
+        for _, arms in peers:
+            times = [line["arms"][arm]["times_mok"] for arm in arms if arm in line["arms"]]
+            cells.append(f"{min(times):.2f}x" if times else "-")
+        rows.append([*cells, line["date"], f"`{line['commit'][:9]}`"])
+    head = ["layer, load", "T", "dW", "ms fwd + bwd", "TFLOP/s", "of bound"]
+    return _table([*head, *(name for name, _ in peers), "date", "commit"], rows)
+
+
+def trainings(lines: list[dict[str, Any]]) -> list[str]:
+    """Whole runs on several dispatchers."""
+    rows = []
+    for line in lines:
+        runs = line["dispatchers"]
+        for name, run in runs.items():
+            speed = run["tokens_per_s_per_rank"]
+            of_mok = runs.get("mok", run)["tokens_per_s_per_rank"] / speed
+            losses = run["losses"]
+            rows.append(
+                [
+                    line["name"],
+                    name,
+                    line["device"].partition(",")[0],
+                    f"{speed:,.0f}",
+                    f"{run['step_ms']:.0f}",
+                    f"{100 * run['moe_share']:.0f} %",
+                    f"{run['peak_bytes'] / 1e9:.1f}",
+                    f"{losses[-1]:.4f}" if losses else "-",
+                    f"{of_mok:.2f}x",
+                    line["date"],
+                    f"`{line['commit'][:9]}`",
+                ]
+            )
+    head = ["configuration", "dispatcher", "device", "tokens/s/GPU", "step ms", "MoE", "peak GB"]
+    return _table([*head, "last loss", "mok's speed over it", "date", "commit"], rows)
+
+
+def results() -> str:
+    lines = read(RESULTS / "layer.jsonl", "name", "load", "table", "asked_tokens")
+    said = layers(lines)
+    said += [""] * bool(said)
+    said += trainings(read(RESULTS / "throughput.jsonl", "name"))
+    return "\n".join(said).strip()
+
+
+def flags() -> str:
+    """Works and refused, each with the tests that say so."""
+    import flag_table  # it imports Megatron
+
+    table = flag_table.rows()
+    rows = []
+    works = [row for row in table if row.verdict == "works"]
+    by_tests: dict[str, list[str]] = {}
+    for row in works:
+        test = next(t for t in row.tests if "test_config" not in t)
+        by_tests.setdefault(test.partition("[")[0], []).append(row.flags)
+    for test, said in by_tests.items():
+        names = dict.fromkeys(flag for flags in said for flag in flags.split(", "))
+        rows.append([", ".join(f"`{name}`" for name in names), "works", f"`{_short(test)}`"])
+    accepted = [row for row in table if row.verdict == "accepted"]
+    names = dict.fromkeys(flag for row in accepted for flag in row.flags.split(", "))
+    rows.append(
+        [
+            ", ".join(f"`{name}`" for name in names),
+            "accepted",
+            "`test_config.py::test_works`",
+        ]
+    )
+    firsts = {rule: kind for kind, rule in KINDS.items()}
+    kind = ""
+    refused = []
+    for rule, row in zip(
+        (*RULES, *ARGUMENT_RULES),
+        (row for row in table if row.verdict == "refused"),
+        strict=True,
+    ):
+        kind = firsts.get(rule.name, kind)
+        refused.append((kind, row))
+    for kind, group in groupby(refused, key=lambda pair: pair[0]):
+        mine = [row for _, row in group]
+        tests = dict.fromkeys(row.tests[0].partition("[")[0] for row in mine)
+        cells = ", ".join(f"`{row.flags.partition(' or ')[0]}`" for row in mine)
+        rows.append([cells, f"refused: {kind}", ", ".join(f"`{_short(t)}`" for t in tests)])
+    return "\n".join(_table(["flags", "", "backed by"], rows))
+
+
+def _short(test: str) -> str:
+    return test.removeprefix("tests/")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    if not rows:
+        return []
+    cells = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+
+
+BLOCKS = {"results": results, "flags": flags}
+
+
+def replaced(text: str) -> str:
+    """The README with its tables made again. Raises ValueError where a comment is missing."""
+    for name, make in BLOCKS.items():
+        start, end = f"<!-- {name}: scripts/readme_tables.py -->\n", f"<!-- end of {name} -->"
+        before, opened, rest = text.partition(start)
+        _, closed, after = rest.partition(end)
+        if not opened or not closed:
+            raise ValueError(
+                f"mok: README.md must have the comments of the table {name}, got none; put "
+                f"{start.strip()} and {end} where it belongs"
+            )
+        text = f"{before}{start}\n{make()}\n\n{end}{after}"
+    return text
+
+
+def main(tokens: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args(tokens).check
+    old = README.read_text(encoding="utf-8")
+    try:
+        new = replaced(old)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if check:
+        print("README.md's tables are current" if new == old else "README.md's tables are old")
+        return int(new != old)
+    README.write_text(new, encoding="utf-8")
+    lines = read(RESULTS / "layer.jsonl", "name", "load", "table", "asked_tokens")
+    problem = plot(RESULTS / "layer.png", lines) if lines else "no layer was measured"
+    print(problem or f"README.md and {RESULTS / 'layer.png'} are current")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""README.md: its tables are those of the results and the flags, and it is one short page."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import readme_tables  # noqa: E402
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_tables_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert readme_tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_it_is_one_page_and_names_files_that_exist() -> None:
+    assert len(README.splitlines()) <= 200
+    links = re.findall(r"\]\((?!http)([^)]+)\)", README)
+    named = re.findall(r"`((?:mok_megatron|scripts|configs|tests|csrc|\.ci)/[\w./]*)`", README)
+    assert links
+    assert named
+    for path in (*links, *named):
+        assert (ROOT / path).exists(), path
+
+
+def _line(name: str, **more: Any) -> dict[str, Any]:
+    mok = {"forward_ms": 1.0, "backward_ms": 2.0, "both_tflops": 500.4, "of_bound": 0.9}
+    return {
+        "name": name,
+        "load": "zipf",
+        "table": "main_grad",
+        "shape": {"tokens": 64, "experts": 16, "shared_ffn": 8},
+        "arms": {
+            "mok": mok,
+            "megatron": {"times_mok": 1.5},
+            "megatron-cutlass": {"times_mok": 1.25},
+        },
+        "date": "2026-01-02",
+        "commit": "0123456789abcdef",
+        **more,
+    }
+
+
+def test_a_layer_is_one_row_with_the_faster_of_megatrons_paths() -> None:
+    *_, row = readme_tables.layers([_line("qwen/16")])
+    assert row == (
+        "| qwen, 16 experts + shared, zipf | 64 | fp32 += | 1.00 + 2.00 | 500 | 0.90 | 1.25x | - "
+        "| - | 2026-01-02 | `012345678` |"
+    )
+    assert readme_tables.layers([_line("x", arms={"sonic": {}})]) == []
+
+
+def test_the_last_line_of_a_measurement_counts(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n')
+    assert [line["b"] for line in readme_tables.read(path, "a")] == [3, 2]
+    assert readme_tables.read(tmp_path / "none.jsonl", "a") == []
+
+
+def test_a_missing_comment_is_told() -> None:
+    with pytest.raises(ValueError, match=r"^mok: README.md must have the comments .* results"):
+        readme_tables.replaced("# nothing\n")
