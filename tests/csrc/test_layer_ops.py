@@ -19,14 +19,7 @@ needs_library = pytest.mark.skipif(
 pytestmark = needs_library
 T, K, E, H, F, S, R = 5, 2, 4, 128, 64, 192, 512
 BF16, INT = torch.bfloat16, torch.int32
-BEFORE_THE_CHOICES = ("6choose", "6spread")  # as mangled names have them
-LAYER = (
-    "route_count",
-    "route_prefix",
-    "route_place",
-    "route_view",
-    "plan_work",
-)
+BEFORE_THE_LAYER = ("route_count", "route_prefix", "route_place", "route_view", "plan_work")
 CHOICES = ("6choose", "6spread")  # as mangled names have them
 LAYER = ("7ForwardI", "8BackwardI")  # as mangled names have them
 
