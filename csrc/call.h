@@ -220,8 +220,8 @@ inline Tensor new_schedule(const Schedule& s, const Tensor& like) {
 
 // Offsets of what the opening of a call of several ranks needs meanwhile.
 struct Opening {
-  int64_t counts, expert, prob, refused;  // forward
-  int64_t start, count, faulty;           // backward
+  int64_t counts = 0, expert = 0, prob = 0, refused = 0;  // forward
+  int64_t start = 0, count = 0, faulty = 0;               // backward
 
   static Opening forward(Room& room, const Group& g, const Schedule& s) {
     const int64_t slots = g.slots(s.choices);
