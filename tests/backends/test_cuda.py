@@ -45,7 +45,10 @@ gpu = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_experts": 257, "ep_size": 257}, r"at most 256 expert parallel ranks, got 257; use"),
+        (
+            {"num_experts": 257, "ep_size": 257},
+            r"expert parallel .*257( with --mok-backend auto)?; use",
+        ),
         ({"dtype": torch.float16}, r"computes in torch.bfloat16, got torch.float16; use --bf16"),
         ({"hidden": 2890}, r"hidden size must be a multiple of 64, got 2890; use"),
         ({"ffn": 100}, r"expert width must be a multiple of 64, got 100; use"),
@@ -95,6 +98,11 @@ def test_cpu_tensors_get_the_reference_or_an_error() -> None:
     assert backends.choose("auto", SHAPE, cpu, None)[0].name == "reference"
     with pytest.raises(RuntimeError, match="needs CUDA tensors, got cpu; use --mok-backend"):
         backends.choose("cuda", SHAPE, cpu, None)
+
+
+def test_several_ranks_in_the_kernel_must_be_asked_for_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"by name, got .* size of 2 .*; use --mok-backend cuda"):
+        backends.choose("auto", replace(SHAPE, ep_size=2), torch.device("cuda"), None)
 
 
 # Rows and places on the host.
