@@ -1,5 +1,5 @@
-// The border to torch for the grouped products: schemas, checks, stream, launch. Only this file,
-// layer_ops.cpp, table_ops.cpp, and tensor_checks.h for them, have torch headers (stable ABI).
+// The border to torch for the grouped products: schemas, checks, stream, launch. Torch headers
+// (stable ABI) are in the border's files only: the *_ops.cpp, tensor_checks.h and call.h.
 //
 // Every op writes into tensors of the caller, reads the split of the rows on the device, and never
 // waits for it. Checks run before the device is asked, so that a wrong call says what is wrong on
