@@ -53,6 +53,7 @@ from mok_megatron.backends import faults, library
 from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.rules import dy_fault, places_fault, tokens_fault, weights_fault
 from mok_megatron.backends.tables import Tables, Watch, stream_of
+from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import (
     Context,
     Gradients,
@@ -61,7 +62,6 @@ from mok_megatron.contract import (
     WeightGradients,
     Weights,
 )
-from mok_megatron.workspace import Workspace
 
 COLUMNS = 64  # H, F and S are multiples of it
 MAX_EXPERTS = 2048

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mok_megatron import workspace
+from mok_megatron.backends import workspace
+from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import MoEShape
 from mok_megatron.limits import (
     Limits,
@@ -30,7 +31,6 @@ from mok_megatron.limits import (
     symmetric_bytes,
 )
 from mok_megatron.peers import gib
-from mok_megatron.workspace import Workspace
 
 _DIRECTIONS = {"forward": 1, "backward": 2}  # CallDirection in csrc/workspace.h
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_megatron import workspace
+from mok_megatron.backends import workspace
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import Context, Gradients, MoEShape, WeightGradients, Weights
 from mok_megatron.limits import Limits, row_capacity

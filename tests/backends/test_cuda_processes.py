@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mok_megatron import peers, workspace
+from mok_megatron import peers
+from mok_megatron.backends import workspace
 from mok_megatron.backends.cuda import CudaBackend
 from tests.backends import cuda_cases as cases
 from tests.backends import cuda_ranks as virtual

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mok_megatron import workspace
+from mok_megatron.backends import workspace
 from mok_megatron.backends.ranks import Ranks
+from mok_megatron.backends.workspace import Workspace
 from mok_megatron.limits import Limits
-from mok_megatron.workspace import Workspace
-from tests.test_workspace import LIMITS, SHAPE
+from tests.backends.test_workspace import LIMITS, SHAPE
 
 CPU = torch.device("cpu")
 

@@ -204,14 +204,18 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
       pass[2] = pass[3] = {1, 1, 0};
   }
   set_moves(w, call.backward ? 2 : 1, rank, s.seed == kPushFirst);
-  w.first.resize(shape.segments() + 1);
+  w.first.resize(shape.segments() + 4);
   for (int i = 0; i < shape.segments(); ++i)
     w.first[i + 1] =
         w.first[i] + mok::segment_tiles(shape, mok::segment_at(shape, i));
   const mok::Plan plan{shape, w.first.data()};
-  int segment = 0;
-  for (int ticket = 0; ticket < plan.count(); ++ticket)
-    w.tiles.push_back(plan.at(ticket, segment));
+  mok::PlanWalker walker;
+  for (int ticket = 0; ticket < plan.count(); ++ticket) {
+    mok::Tile tile = mok::no_tile();
+    while (!walker.find(plan, ticket, tile)) {
+    }
+    w.tiles.push_back(tile);
+  }
   return w;
 }
 

@@ -15,12 +15,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mok_megatron import limits, peers, workspace
+from mok_megatron import limits, peers
+from mok_megatron.backends import workspace
 from mok_megatron.contract import MoEShape
 from mok_megatron.limits import Limits
 from tests.ranks import RankFailed, run_ranks
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHAPE = MoEShape(hidden=64, ffn=64, num_experts=8, top_k=2, ep_size=2, dtype=torch.bfloat16)
 LIMITS = Limits(tokens=16, rows=384, source="a test")
 CPU = torch.device("cpu")
