@@ -1,13 +1,15 @@
 """Small Megatron-Core models and a training loop, on whichever dispatcher a test asks for.
 
-Everything runs in a rank that `tests.ranks.run_ranks` started, on the CPU shim.
+Everything runs in a rank that `tests.ranks.run_ranks` started, on the CPU shim, or all ranks on one
+GPU.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -17,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import mok_megatron
-from mok_megatron import cpu
+from mok_megatron import cpu, peers
 
 VOCABULARY, SEQUENCE = 256, 32
 
@@ -61,12 +63,16 @@ QWEN3: dict[str, Any] = BASE | {
 }
 
 
-def set_up(*, expert_parallel: int, seed: int = 1234, **groups: Any) -> None:
+def set_up(*, expert_parallel: int, seed: int = 1234, device: str = "cpu", **groups: Any) -> None:
     """Shim, plugin and Megatron's process groups and random states for this rank.
 
-    `groups`: more of initialize_model_parallel's arguments. A second call replaces the groups.
+    `device`: the shim's cpu, or cuda, where all ranks are on the first GPU. `groups`: more of
+    initialize_model_parallel's arguments. A second call replaces the groups.
     """
-    cpu.install()
+    if device == "cpu":
+        cpu.install()
+    else:
+        _share_a_gpu()
     mok_megatron.activate()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -78,6 +84,18 @@ def set_up(*, expert_parallel: int, seed: int = 1234, **groups: Any) -> None:
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
+
+
+def _share_a_gpu() -> None:
+    """Gloo coalesces collectives of CPU tensors only: of CUDA tensors they are made one by one.
+    Nothing is compiled at run time, as on the shim."""
+    cpu.forgo_compilation()
+    from megatron.core.distributed import param_and_grad_buffer
+
+    os.environ[peers.OVERLAP] = "1"
+    torch.cuda.set_device(0)
+    assert param_and_grad_buffer._coalescing_manager
+    param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: nullcontext()
 
 
 def config(dispatcher: str, base: dict[str, Any], **overrides: Any) -> Any:
@@ -209,6 +227,7 @@ class Training:
             mtp_block_spec=mtp_spec,
             vp_stage=stage,
         ).to(self.config.params_dtype)
+        gpt.cuda()  # Megatron leaves norms and routers on the CPU
         for name, parameter in gpt.named_parameters():
             if self.freeze and re.search(self.freeze, name):
                 parameter.requires_grad_(False)
@@ -247,7 +266,8 @@ class Training:
             forward_only=forward_only,
         )
         # Only the last pipeline stage has losses.
-        mean = torch.stack([step["loss"] for step in losses]).mean() if losses else torch.zeros(())
+        each = [step["loss"].cpu() for step in losses]
+        mean = torch.stack(each).mean() if each else torch.zeros(())
         total = torch.stack([mean, torch.tensor(float(bool(losses)))])
         dist.all_reduce(total)
         return total[0].item() / total[1].item()
@@ -313,7 +333,7 @@ def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple
     rank = parallel_state.get_context_parallel_rank()
     # Consecutive shares: only attention would mind, and with context parallelism there is none.
     inputs, places, labels = (
-        t.chunk(ranks, 1)[rank] for t in (tokens[:, :-1], positions, tokens[:, 1:])
+        t.chunk(ranks, 1)[rank].cuda() for t in (tokens[:, :-1], positions, tokens[:, 1:])
     )
     output = model(inputs, places, None, labels=labels)
     return output, lambda out: (out.float().mean(), {"loss": out.detach().float().mean()})
