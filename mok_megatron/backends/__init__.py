@@ -24,10 +24,9 @@ def choose(
     """The backend and the reason, in words for the start line.
 
     `auto` is cuda for CUDA tensors and reference for CPU tensors: the reference never runs on a GPU
-    unless it is named, and neither do several ranks in the CUDA kernel. Raises RuntimeError (cause,
-    remedy) when what was asked for cannot run: no library, another GPU, a shape, dtype or group
-    that cuda.py does not take. limits: of the cuda backend with several ranks: max_tokens,
-    row_budget, arguments, as in ranks.Ranks.
+    unless it is named. Raises RuntimeError (cause, remedy) when what was asked for cannot run: no
+    library, another GPU, a shape, dtype or group that cuda.py does not take. limits: of the cuda
+    backend with several ranks: max_tokens, row_budget, arguments, as in ranks.Ranks.
     """
     if name not in NAMES:
         raise ValueError(f"mok: --mok-backend must be one of {', '.join(NAMES)}, got {name!r}")
@@ -39,12 +38,6 @@ def choose(
         raise RuntimeError(
             f"mok: --mok-backend cuda needs CUDA tensors, got {device.type}; "
             "use --mok-backend reference"
-        )
-    if name == "auto" and shape.ep_size > 1:
-        raise RuntimeError(
-            "mok: expert parallelism inside the kernel was proved with virtual ranks on one GPU "
-            f"only and must be asked for by name, got an expert parallel size of {shape.ep_size} "
-            "with --mok-backend auto; use --mok-backend cuda to try it, or --mok-backend reference"
         )
     return CudaBackend(shape, group, device, **limits), (
         "asked for by --mok-backend cuda" if name == "cuda" else "the tensors are on a GPU"

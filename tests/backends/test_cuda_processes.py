@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mok_megatron import peers
-from mok_megatron.backends import workspace
+from mok_megatron.backends import choose, workspace
 from mok_megatron.backends.cuda import CudaBackend
 from tests.backends import cuda_cases as cases
 from tests.backends import cuda_ranks as virtual
@@ -112,7 +112,10 @@ def _faults(group: Any) -> list[str]:
 
 
 def _backend(shape: Any, group: Any) -> CudaBackend:
-    return CudaBackend(shape, group, cases.DEVICE, max_tokens=110, row_budget=4.0)
+    backend, reason = choose("auto", shape, cases.DEVICE, group, max_tokens=110, row_budget=4.0)
+    assert reason == "the tensors are on a GPU"
+    assert isinstance(backend, CudaBackend)
+    return backend
 
 
 def _memory(group: Any) -> tuple[int, int, int]:
