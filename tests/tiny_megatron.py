@@ -149,9 +149,10 @@ class Training:
     """A GPT model under DDP with Megatron's optimizer and schedule, and its data.
 
     A pipeline rank holds one chunk of the model, or several when it is interleaved. `freeze` is a
-    pattern of parameter names. Megatron's local spec has no attention for context parallelism and
-    no norms for sequence parallelism: without `attention`, layers are MoE or MLP alone; with
-    tensor parallelism, norms are `SequenceNorm`.
+    pattern of parameter names. `grouped`: MoE layers are of Transformer Engine's modules, with a
+    TEGroupedMLP; the others stay local. Megatron's local spec has no attention for context
+    parallelism and no norms for sequence parallelism: without `attention`, layers are MoE or MLP
+    alone; with tensor parallelism, norms are `SequenceNorm`.
     """
 
     dispatcher: str
@@ -163,6 +164,7 @@ class Training:
     micro_batches: int = 2
     attention: bool = True
     freeze: str = ""
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         from megatron.core import parallel_state
@@ -209,6 +211,8 @@ class Training:
 
         named = {"use_transformer_engine": False, "vp_stage": stage}
         spec = get_gpt_decoder_block_spec(self.config, **named)
+        if self.grouped:
+            _group_experts(spec, self.config.num_moe_experts)
         if not self.attention:
             _leave_out_attention(spec)
         if self.config.sequence_parallel:
@@ -307,6 +311,16 @@ def _leave_out_attention(block: Any) -> None:
     for layer in block.layer_specs:
         layer.submodules.self_attention = IdentityOp
         layer.submodules.self_attn_bda = IdentityFuncOp
+
+
+def _group_experts(block: Any, num_experts: int) -> None:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    grouped = get_moe_module_spec(use_te=True, num_experts=num_experts, moe_grouped_gemm=True)
+    for layer in block.layer_specs:
+        if getattr(layer.submodules.mlp, "func", None) is MoELayer:
+            layer.submodules.mlp = grouped
 
 
 class SequenceNorm(torch.nn.RMSNorm):
