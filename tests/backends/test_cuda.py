@@ -20,22 +20,11 @@ from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import OVERFULL, MoEShape, WeightGradients
 from mok_megatron.function import FreshGradients
 from tests.backends import cuda_cases as cases
-from tests.batches import Case
 
 SHAPE = MoEShape(
     hidden=128, ffn=64, shared_ffn=64, num_experts=4, top_k=2, ep_size=1, dtype=torch.bfloat16
 )
-CASE = Case(
-    seed=17,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=8,
-    top_k=3,
-    tokens=(301,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = cases.CASE
 gpu = pytest.mark.gpu
 
 

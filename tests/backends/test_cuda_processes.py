@@ -19,21 +19,10 @@ from mok_megatron.backends.cuda import CudaBackend
 from tests.backends import cuda_cases as cases
 from tests.backends import cuda_ranks as virtual
 from tests.backends.cuda_cases import Problem
-from tests.batches import Case
 from tests.ranks import RankFailed, run_ranks
 
 pytestmark = pytest.mark.gpu
-CASE = Case(
-    seed=37,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=16,
-    top_k=4,
-    tokens=(300,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = replace(cases.CASE, seed=37, num_experts=16, top_k=4, tokens=(300,))
 DEADLINE_S = 240.0
 MANY = 40_000  # tokens, of a workspace of 160 MB a rank
 
