@@ -15,7 +15,7 @@ import torch
 
 from mok_megatron import backends
 from mok_megatron.contract import MoEShape
-from tests import test_config
+from tests import config_rows
 from tests.backends import test_rules
 
 SHAPE: dict[str, Any] = {
@@ -74,7 +74,7 @@ def test_a_backend_that_cannot_run(name: str, device: str, words: str) -> None:
 
 
 def test_the_table_has_eighty_rows_and_each_says_something() -> None:
-    flags = {f"{row.rule}: {row.words}" for row in test_config.REFUSED}
+    flags = {f"{row.rule}: {row.words}" for row in config_rows.REFUSED}
     calls = test_rules.FORWARD_FAULTS | test_rules.BACKWARD_FAULTS
     assert len(flags) + len(calls) + len(SHAPES) >= 80
     assert all(len(re.sub(r"\W", "", words)) >= 8 for _, words in calls.values())
