@@ -89,11 +89,6 @@ def test_cpu_tensors_get_the_reference_or_an_error() -> None:
         backends.choose("cuda", SHAPE, cpu, None)
 
 
-def test_several_ranks_in_the_kernel_must_be_asked_for_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"by name, got .* size of 2 .*; use --mok-backend cuda"):
-        backends.choose("auto", replace(SHAPE, ep_size=2), torch.device("cuda"), None)
-
-
 # Rows and places on the host.
 
 
