@@ -99,6 +99,7 @@ constexpr long long kDeadlineCycles =
 
 #ifdef __CUDACC__
 [[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
+  asm volatile("" : "+l"(fault));  // no address is made before it is needed
   if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
     fault->cta = blockIdx.x;
     fault->thread = threadIdx.x;

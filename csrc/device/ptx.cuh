@@ -109,6 +109,13 @@ __device__ __forceinline__ void add_release(int32_t* word, int32_t amount) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(word), "r"(amount) : "memory");
 }
 
+// One thread's ticket. atomicAdd would first gather a warp's.
+__device__ __forceinline__ int take_ticket(uint32_t* word) {
+  int ticket;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(word) : "memory");
+  return ticket;
+}
+
 // Waits until the word is at least `wanted`.
 __device__ __forceinline__ void wait_count(const int32_t* word, int32_t wanted, Fault* fault,
                                            Tag tag) {
