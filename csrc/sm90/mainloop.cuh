@@ -41,7 +41,8 @@ template <Product P>
 constexpr bool kOverRows = P == Product::kWeightGradient;
 
 // A kernel K has Tiling, Storage, Parameters with `fault`, and tells the roles apart by
-//   Tickets                 tickets -> tiles, and where they are counted: start() gives their number;
+//   Tickets                 tickets -> tiles, and where they are counted: start() gives their
+//   number;
 //                           find() is called until it says that the tile is there, and then for
 //                           the next ticket; leave() ends it
 //   with_pass(p, tile, f)   f(G{}, parameters of the tile's pass G)

@@ -44,8 +44,9 @@ struct Tiling {
   static_assert(kSlabs * kAccumulators <= 192, "accumulators leave too little for the rest");
 };
 
-// How far load has come with the tile after the one that it is loading. It is load's alone, and lies
-// in shared memory because it is touched once a K step and would take registers in all of them.
+// How far load has come with the tile after the one that it is loading. It is load's alone, and
+// lies in shared memory because it is touched once a K step and would take registers in all of
+// them.
 struct LookAhead {
   int32_t end;  // tickets
   int32_t phase, ticket;

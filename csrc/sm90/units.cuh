@@ -48,8 +48,7 @@ __device__ __forceinline__ int first_output_row(const Tile& tile, int slab) {
 template <int WIDTH>
 __device__ __forceinline__ void copy_rows(uint32_t box, const Place& place, int first, int rows) {
   constexpr int kPieces = WIDTH / 8;  // of a row
-  int lane = threadIdx.x % 32;
-  asm volatile("" : "+r"(lane));  // what follows from it is not kept for the next box
+  const int lane = lane_index();
   const int piece = lane % kPieces;
   __nv_bfloat16* const to = place.base + place.column + piece * 8;
   for (int r = lane / kPieces; r < rows; r += 32 / kPieces) {
@@ -177,13 +176,9 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
   TileReader<K, true> tiles;
   Ring<kSlots> ring{};
   int starting = kLag;  // units that are sent before the first is waited for
-  bool owed = false;  // the tile before is sent and not announced yet
+  bool owed = false;    // the tile before is sent and not announced yet
 
-  static __device__ __forceinline__ bool leads() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane == 0;
-  }
+  static __device__ __forceinline__ bool leads() { return lane_index() == 0; }
 
   __device__ __forceinline__ void run() {
     for (;;) {
@@ -222,8 +217,7 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
     using E = typename G::Epilogue;
     for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
       const int slab = i / E::kUnits, unit = i % E::kUnits;
-      if (owed &&
-          !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
+      if (owed && !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
         settle<0>();
       }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
