@@ -31,10 +31,12 @@ struct MoveStorage {
   uint32_t bytes[kMoveSlots];
   MoveSignal signal[kMoveSignals];
   uint64_t full[kMoveSlots];
+  uint32_t asked, signalled;  // signals
 };
 
 __device__ __forceinline__ void prepare(MoveStorage& storage) {
   for (int i = 0; i < kMoveSlots; ++i) barrier_init(storage.full[i], 1);
+  storage.asked = storage.signalled = 0;
 }
 
 struct Mover {
@@ -44,7 +46,7 @@ struct Mover {
 
   MoveStorage& storage;
   Fault* fault;
-  uint32_t loaded = 0, stored = 0, asked = 0, signalled = 0;
+  uint32_t loaded = 0, stored = 0;  // chunks
 
   __device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes) {
     for (; bytes > 0; bytes -= kMoveBytes, from += kMoveBytes, to += kMoveBytes) {
@@ -54,14 +56,13 @@ struct Mover {
 
   // The word grows when all copies so far are in memory.
   __device__ __forceinline__ void signal(int32_t* word, int32_t amount) {
-    storage.signal[asked % kMoveSignals] = {word, amount, loaded};
-    ++asked;
+    storage.signal[storage.asked++ % kMoveSignals] = {word, amount, loaded};
   }
 
   __device__ __forceinline__ void settle() {
     while (stored < loaded) store();
     bulk_wait<0>();
-    while (signalled < asked) send();
+    while (storage.signalled < storage.asked) send();
   }
 
  private:
@@ -82,16 +83,15 @@ struct Mover {
     bulk_store(storage.to[slot], shared_address(storage.chunk[slot]), storage.bytes[slot]);
     bulk_commit();
     ++stored;
-    if (signalled == asked) return;
-    if (stored < storage.signal[signalled % kMoveSignals].after + kSettle) return;
+    if (storage.signalled == storage.asked) return;
+    if (stored < storage.signal[storage.signalled % kMoveSignals].after + kSettle) return;
     bulk_wait<kSettle>();
     send();
   }
 
   __device__ __forceinline__ void send() {
-    const MoveSignal& s = storage.signal[signalled % kMoveSignals];
+    const MoveSignal& s = storage.signal[storage.signalled++ % kMoveSignals];
     add_release(s.word, s.amount);
-    ++signalled;
   }
 };
 

@@ -15,6 +15,34 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// ---- values the compiler keeps no longer than their use
+
+// Addresses that follow from the pointer are made after this, not kept in registers before.
+template <class T>
+__device__ __forceinline__ void forget(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+// Read where it is needed: threadIdx would be kept.
+__device__ __forceinline__ int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// ---- faults
+
+// Writes the record, if nobody has, and ends the grid.
+[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
+  forget(fault);
+  if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
+    fault->cta = blockIdx.x;
+    fault->thread = threadIdx.x;
+    fault->value = value;
+    __threadfence_system();
+  }
+  __trap();
+}
+
 // ---- mbarrier
 
 __device__ __forceinline__ void barrier_init(uint64_t& barrier, uint32_t arrivals) {
@@ -107,6 +135,16 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* word) {
 // What this thread has written or seen written is in memory before the count grows.
 __device__ __forceinline__ void add_release(int32_t* word, int32_t amount) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(word), "r"(amount) : "memory");
+}
+
+// One thread's ticket. atomicAdd would first gather a warp's.
+__device__ __forceinline__ int take_ticket(uint32_t* word) {
+  int ticket;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(ticket)
+               : "l"(word)
+               : "memory");
+  return ticket;
 }
 
 // Waits until the word is at least `wanted`.

@@ -75,22 +75,25 @@ struct Direction {
   using Tiling = TILING;
   struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
     MoveStorage move;
+    PlanWalker walker;
   };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true;
   static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
 
   struct Tickets {
-    const Parameters& p;
-    PlanWalker walker{};
-    __device__ __forceinline__ int count() const { return p.plan.count(); }
-    __device__ __forceinline__ int take() {
-      return static_cast<int>(atomicAdd(p.counters.tickets, 1u));
+    static __device__ __forceinline__ int start(const Parameters& p, Storage& storage) {
+      storage.walker = {};
+      return p.plan.count();
     }
-    __device__ __forceinline__ bool find(int ticket, Tile& tile) {
-      return walker.find(p.plan, ticket, tile);
+    static __device__ __forceinline__ int take(const Parameters& p) {
+      return take_ticket(p.counters.tickets);
     }
-    __device__ __forceinline__ void leave() {}
+    static __device__ __forceinline__ bool find(const Parameters& p, Storage& storage, int ticket,
+                                                Tile& tile) {
+      return storage.walker.find(p.plan, ticket, tile);
+    }
+    static __device__ __forceinline__ void leave(const Parameters&) {}
   };
 
   static __device__ __forceinline__ bool is_shared(const Parameters& p, const Tile& tile) {
@@ -178,7 +181,7 @@ struct Direction {
   }
 
   static __device__ __forceinline__ int take_move(const Parameters& p) {
-    return static_cast<int>(atomicAdd(p.counters.tickets + 1, 1u));
+    return take_ticket(p.counters.tickets + 1);
   }
 
   // `expert`: a walker; the rows of a source only grow.

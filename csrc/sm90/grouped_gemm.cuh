@@ -37,14 +37,18 @@ struct GroupedGemm {
   };
 
   struct Tickets {
-    const Parameters& p;
-    __device__ __forceinline__ int count() const { return p.schedule.count(); }
-    __device__ __forceinline__ int take() { return static_cast<int>(atomicAdd(p.tickets, 1u)); }
-    __device__ __forceinline__ bool find(int ticket, Tile& tile) const {
+    static __device__ __forceinline__ int start(const Parameters& p, Storage&) {
+      return p.schedule.count();
+    }
+    static __device__ __forceinline__ int take(const Parameters& p) {
+      return take_ticket(p.tickets);
+    }
+    static __device__ __forceinline__ bool find(const Parameters& p, Storage&, int ticket,
+                                                Tile& tile) {
       tile = p.schedule.at(ticket);
       return true;
     }
-    __device__ __forceinline__ void leave() {
+    static __device__ __forceinline__ void leave(const Parameters& p) {
       if (atomicAdd(p.tickets + 1, 1u) == gridDim.x - 1) {  // all have taken a ticket too many
         p.tickets[0] = 0;
         p.tickets[1] = 0;
@@ -97,29 +101,32 @@ __device__ __forceinline__ void set_up(typename K::Storage& s) {
 template <class K>
 __device__ __forceinline__ void multiply(const typename K::Parameters& p,
                                          typename K::Storage& storage, int warpgroup) {
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   TileReader<K, true> tiles{storage, p.fault};
   Multiplier<K> products{storage, p.fault, warpgroup, lane};
   Filler<K> epilogue{storage, p.fault, warpgroup, warp, lane};
-  uint32_t count = 0;
   typename Multiplier<K>::Accumulators d;  // one for all passes: two would not fit
+  // Tiles go to the warpgroups in turn, and to a warpgroup in two turns, whose parities differ.
+  static_assert(kTileSlots == 4, "the slot says whose tile it is, and in which turn");
+  const auto mine = [&] { return tiles.ring.slot() % 2 == warpgroup; };
   const Tile* tile = &tiles.front();
-  for (; !tile->last() && tile->depth > 0; tile = &tiles.next(), ++count) {
+  for (; !tile->last() && tile->depth > 0; tile = &tiles.next()) {
     K::with_pass(p, *tile, [&](auto g, const PassParameters& q) {
       using G = decltype(g);
-      if (count % 2 != static_cast<uint32_t>(warpgroup)) {
+      if (!mine()) {
         products.skip(*tile);
         epilogue.template skip<G>();
         return;
       }
-      products.template run<G>(q, *tile, count / 2, d);
-      epilogue.template run<G>(q, *tile, count / 2, d);
+      const int turn = tiles.ring.slot() / 2;
+      products.template run<G>(q, *tile, turn, d);
+      epilogue.template run<G>(q, *tile, turn, d);
       K::after(p, *tile, lane);
     });
   }
   // Tiles without products come last; nobody waits for a turn any more.
-  for (; !tile->last(); tile = &tiles.next(), ++count) {
-    if (count % 2 == static_cast<uint32_t>(warpgroup)) K::no_product(p, *tile);
+  for (; !tile->last(); tile = &tiles.next()) {
+    if (mine()) K::no_product(p, *tile);
   }
 }
 
@@ -136,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     give_registers<T::kLoadRegisters>();
     const bool one = threadIdx.x % 32 == 0;
     if (warp == 0) {
-      if (one) Loader<K>{p, storage, typename K::Tickets{p}}.run();
+      if (one) Loader<K>{p, storage}.run();
     } else if (warp == 1) {
       if (one && K::kReads) fetch<K>(p, storage);
     } else if (warp == 2) {

@@ -41,8 +41,10 @@ template <Product P>
 constexpr bool kOverRows = P == Product::kWeightGradient;
 
 // A kernel K has Tiling, Storage, Parameters with `fault`, and tells the roles apart by
-//   Tickets                 tickets -> tiles, and where they are counted; find() is called until it
-//                           says that the tile is there, and then for the next ticket
+//   Tickets                 tickets -> tiles, and where they are counted: start() gives their
+//   number;
+//                           find() is called until it says that the tile is there, and then for
+//                           the next ticket; leave() ends it
 //   with_pass(p, tile, f)   f(G{}, parameters of the tile's pass G)
 //   input(p, tile)          load: the count that says that what the tile reads has been written
 //   announce(p, tile)       store: what the tile writes is in memory
@@ -169,28 +171,26 @@ struct Loader {
 
   const typename K::Parameters& p;
   typename K::Storage& storage;
-  typename K::Tickets tickets;
   Ring<kTileSlots> tile_ring{};
   Ring<T::kStages> stage_ring{};
-  int end = 0, phase = kTake, ticket = 0, expert = -1, pass = -1;
 
   __device__ __forceinline__ void run() {
     K::check(p);
-    end = tickets.count();
+    storage.ahead = {K::Tickets::start(p, storage), kTake, 0, -1, -1};
     for (;;) {
       const Tile& tile = storage.tile[tile_ring.slot()];
       finish(tile);
-      phase = kTake;
+      storage.ahead.phase = kTake;
       tile_ring.advance();
       if (tile.last()) break;
       if (tile.depth > 0) load(tile);
     }
-    tickets.leave();
+    K::Tickets::leave(p);
   }
 
   __device__ __forceinline__ void finish(const Tile& next) {
-    while (phase < kInput) advance();
-    if (phase == kReady) return;
+    while (storage.ahead.phase < kInput) advance();
+    if (storage.ahead.phase == kReady) return;
     const Input input = K::input(p, next);
     if (input.word == nullptr) return;
     wait_count(input.word, input.count, p.fault, input.tag);
@@ -198,41 +198,42 @@ struct Loader {
   }
 
   __device__ __forceinline__ void advance() {
+    LookAhead& at = storage.ahead;
     const int slot = tile_ring.slot();
     Tile& next = storage.tile[slot];
-    if (phase == kTake) {
-      ticket = tickets.take();
-      phase = kFind;
-    } else if (phase == kFind) {
+    if (at.phase == kTake) {
+      at.ticket = K::Tickets::take(p);
+      at.phase = kFind;
+    } else if (at.phase == kFind) {
       Tile tile = no_tile();
-      if (ticket < end) {
-        if (!tickets.find(ticket, tile)) return;
+      if (at.ticket < at.end) {
+        if (!K::Tickets::find(p, storage, at.ticket, tile)) return;
         if (tile.fault) fail(p.fault, Tag::kRowsOutOfRange, tile.expert);
         if (tile.nothing()) {
-          phase = kTake;
+          at.phase = kTake;
           return;
         }
       }
       wait(storage.tile_empty[slot], tile_ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
       next = tile;
-      phase = kOpen;
-    } else if (phase == kOpen) {
+      at.phase = kOpen;
+    } else if (at.phase == kOpen) {
       const bool product = next.depth > 0;
-      if (product && (next.expert != expert || next.pass != pass)) {
-        expert = next.expert;
-        pass = next.pass;
+      if (product && (next.expert != at.expert || next.pass != at.pass)) {
+        at.expert = next.expert;
+        at.pass = next.pass;
         K::with_pass(
             p, next, [&](auto, const PassParameters& q) { acquire_tensor_map(q.map(next)); });
       }
       arrive(storage.tile_full[slot]);  // fetch and store read the map from here on
-      phase = product ? kInput : kReady;
-    } else if (phase == kInput) {
+      at.phase = product ? kInput : kReady;
+    } else if (at.phase == kInput) {
       const Input input = K::input(p, next);
       if (input.word != nullptr) {
         if (load_acquire(input.word) < input.count) return;
         fence_async();
       }
-      phase = kReady;
+      at.phase = kReady;
     }
   }
 
@@ -283,9 +284,9 @@ struct Multiplier {
 
   __device__ __forceinline__ void skip(const Tile& tile) { ring.advance(tile.depth); }
 
-  // `turn`: how many tiles this warpgroup has had before.
-  __device__ __forceinline__ void await_turn(uint32_t turn) {
-    wait(storage.products_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), fault, Tag::kMultiplyTurn);
+  // `turn`: how many tiles this warpgroup has had before, modulo 2.
+  __device__ __forceinline__ void await_turn(int turn) {
+    wait(storage.products_turn[warpgroup], turn ^ warpgroup ^ 1, fault, Tag::kMultiplyTurn);
   }
   __device__ __forceinline__ void pass_turn() {
     if (lane == 0) arrive(storage.products_turn[warpgroup ^ 1]);
@@ -293,7 +294,7 @@ struct Multiplier {
 
   // The tile's products into the accumulators. They are complete on return.
   template <class G>
-  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
+  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, int turn,
                                       Accumulators& d) {
     clear(d);
     await_turn(turn);

@@ -48,7 +48,8 @@ __device__ __forceinline__ int first_output_row(const Tile& tile, int slab) {
 template <int WIDTH>
 __device__ __forceinline__ void copy_rows(uint32_t box, const Place& place, int first, int rows) {
   constexpr int kPieces = WIDTH / 8;  // of a row
-  const int lane = threadIdx.x % 32, piece = lane % kPieces;
+  const int lane = lane_index();
+  const int piece = lane % kPieces;
   __nv_bfloat16* const to = place.base + place.column + piece * 8;
   for (int r = lane / kPieces; r < rows; r += 32 / kPieces) {
     const int swizzle = WIDTH == 64 ? r & 7 : r >> 1 & 3;
@@ -69,8 +70,8 @@ struct Filler {  // multiply's part
     ring.advance(kUnitsPerTile<G>);
   }
 
-  __device__ __forceinline__ void await_turn(uint32_t turn) {
-    wait(storage.fill_turn[warpgroup], (turn & 1) ^ (warpgroup ^ 1), fault, Tag::kFillTurn);
+  __device__ __forceinline__ void await_turn(int turn) {
+    wait(storage.fill_turn[warpgroup], turn ^ warpgroup ^ 1, fault, Tag::kFillTurn);
   }
   __device__ __forceinline__ void pass_turn() {
     if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
@@ -78,14 +79,17 @@ struct Filler {  // multiply's part
 
   // Uses the accumulators up.
   template <class G, int COUNT>
-  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, uint32_t turn,
+  __device__ __forceinline__ void run(const PassParameters& p, const Tile& tile, int turn,
                                       float (&d)[2][COUNT]) {
     using E = typename G::Epilogue;
+    static_assert(E::kUnits % E::kRound == 0, "a slab is whole rounds");
     await_turn(turn);
+    int at = 0;  // of both slabs' units: one counter, to spare a register
 #pragma unroll 1
-    for (int slab = 0; slab < 2; ++slab) {
+    do {
 #pragma unroll 1
-      for (int unit = 0; unit < E::kUnits; unit += E::kRound) {
+      do {
+        const int slab = at < E::kUnits ? 0 : 1, unit = at < E::kUnits ? at : at - E::kUnits;
 #pragma unroll
         for (int part = 0; part < E::kRound; ++part) {
           fill<G>(p, tile, d[0], unit + part, part, slab);
@@ -93,10 +97,11 @@ struct Filler {  // multiply's part
         }
 #pragma unroll
         for (int i = 0; i < COUNT - E::kShift; ++i) d[0][i] = d[0][i + E::kShift];
-      }
+        at += E::kRound;
+      } while (at != E::kUnits && at != 2 * E::kUnits);
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) d[0][i] = d[1][i];
-    }
+    } while (at == E::kUnits);
     pass_turn();
   }
 
@@ -169,30 +174,31 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
   const typename K::Parameters& p;
   typename K::Storage& storage;
   TileReader<K, true> tiles;
-  Ring<kSlots> ring{}, oldest{};
-  int under_way = 0;
-  int owed = -1;  // slot of the tile that is sent and not announced yet
+  Ring<kSlots> ring{};
+  int starting = kLag;  // units that are sent before the first is waited for
+  bool owed = false;    // the tile before is sent and not announced yet
 
-  static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
+  static __device__ __forceinline__ bool leads() { return lane_index() == 0; }
 
   __device__ __forceinline__ void run() {
     for (;;) {
-      if (owed >= 0 && !__any_sync(~0u, tiles.ready())) settle<0>();
+      if (owed && !__any_sync(~0u, tiles.ready())) settle<0>();
       const Tile& tile = tiles.front();
       if (tile.last()) break;
       if (tile.depth == 0) {
+        if (owed) settle<0>();  // which knows its tile as the one before
         tiles.pop();
         continue;
       }
       K::with_pass(p, tile, [&](auto g, const PassParameters& q) { send<decltype(g)>(q, tile); });
       if constexpr (K::kAnnounces) {
-        owed = tiles.ring.slot();
+        owed = true;
         tiles.ring.advance();
       } else {
         tiles.pop();
       }
     }
-    if (owed >= 0) settle<0>();
+    if (owed) settle<0>();
     bulk_wait<0>();
   }
 
@@ -200,9 +206,10 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
   __device__ __forceinline__ void settle() {
     bulk_wait<PENDING>();
     __syncwarp();  // rows that other lanes have copied
-    if (leads()) K::announce(p, storage.tile[owed]);
-    tiles.release(owed);
-    owed = -1;
+    const int slot = tiles.ring.before(1);
+    if (leads()) K::announce(p, storage.tile[slot]);
+    tiles.release(slot);
+    owed = false;
   }
 
   template <class G>
@@ -210,8 +217,7 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
     using E = typename G::Epilogue;
     for (int i = 0; i < kUnitsPerTile<G>; ++i, ring.advance()) {
       const int slab = i / E::kUnits, unit = i % E::kUnits;
-      if (owed >= 0 &&
-          !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
+      if (owed && !__any_sync(~0u, completed(storage.unit_filled[ring.slot()], ring.phase()))) {
         settle<0>();
       }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
@@ -227,15 +233,14 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
         }
       }
       bulk_commit();
-      if (owed >= 0) settle<1>();
+      if (owed) settle<1>();
       __syncwarp();
-      if (under_way < kLag) {
-        ++under_way;
+      if (starting > 0) {
+        --starting;
         continue;
       }
       bulk_wait_read<kLag>();
-      if (leads()) arrive(storage.unit_drained[oldest.slot()]);
-      oldest.advance();
+      if (leads()) arrive(storage.unit_drained[ring.before(kLag)]);
     }
   }
 };

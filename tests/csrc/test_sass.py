@@ -1,9 +1,7 @@
-"""The built machine code: tensor products and tensor copies are there; local memory is in no
-grouped product, and in the forward and backward kernels only at the borders of tiles."""
+"""The built machine code: tensor products and tensor copies are there, no register is spilled."""
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import re
 import shutil
@@ -53,8 +51,6 @@ def test_operands_come_by_tensor_copies(kernels: dict[str, str]) -> None:
 
 
 DIRECTIONS = ("Forward", "Backward")  # kernels of several passes
-STACK = 160  # bytes a thread of theirs may keep in local memory
-NEAR = 100  # instructions: two tensor products no further apart belong to one K loop
 
 
 def is_direction(name: str) -> bool:
@@ -66,33 +62,16 @@ def test_both_directions_are_there(kernels: dict[str, str]) -> None:
     assert found == [2, 8]  # one rank or several; backward: fp32 or bf16, added or written
 
 
-def test_products_have_no_local_memory(kernels: dict[str, str]) -> None:
+def test_no_kernel_has_local_memory(kernels: dict[str, str]) -> None:
     for name, code in kernels.items():
-        if not is_direction(name):
-            assert not re.search(r"\b(LDL|STL)\b", code), f"{name} spills registers"
-
-
-def test_no_local_memory_among_the_products_of_a_direction(kernels: dict[str, str]) -> None:
-    for name, code in kernels.items():
-        lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*);", code, flags=re.MULTILINE)
-        products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-        loops = [(i, j) for i, j in itertools.pairwise(products) if j - i <= NEAR]
-        assert loops, name
-        for i, j in loops:
-            found = [line for line in lines[i:j] if re.search(r"\b(LDL|STL)\b", line)]
-            assert not found, (name, found)
-
-
-def test_a_direction_keeps_little_in_local_memory() -> None:
+        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} spills registers"
     tool = cuobjdump()
-    if tool is None or not library.LIBRARY.is_file():
-        pytest.skip("needs cuobjdump and the CUDA library")
+    assert tool is not None
     dump = [tool, "--dump-resource-usage", str(library.LIBRARY)]
     text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     stacks = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+)", text)
-    assert sum(is_direction(name) for name, _ in stacks) == 10
-    for name, stack in stacks:
-        assert int(stack) <= (STACK if is_direction(name) else 0), (name, stack)
+    assert len(stacks) > len(kernels)
+    assert [name for name, stack in stacks if int(stack) > 0] == []
 
 
 def test_registers_are_given_and_taken(kernels: dict[str, str]) -> None:
