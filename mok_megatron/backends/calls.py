@@ -1,0 +1,330 @@
+"""A rank's calls: their numbers, who the peers are, and what is written down when one fails.
+
+A group meets at the first call of any of its layers: each rank learns the processes of the others,
+so that, when a call fails, it can look whether they are still there. That costs a barrier of the
+host, once for each group. Then a call costs a count and a few words.
+
+Numbers   Calls count in their group, forward and backward alike, whether they end well or not; so
+          all ranks have the same number in the same call. Layers count in the order of their first
+          calls.
+Records   mok_megatron.records. The error of a call keeps its type and words, and gets a line with
+          call, layer, direction and the directory, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from mok_megatron import __version__, peers, records
+from mok_megatron.backends.rules import CallFault
+
+GRACE_S = 3.0  # how long a rank that has waited looks for the records of others
+_RECENT = 64
+_STARTED = time.time()
+
+
+@dataclass(frozen=True)
+class Call:
+    """number: in the group. began: on the monotonic clock."""
+
+    number: int
+    layer: int
+    direction: str
+    tokens: int
+    began: float
+
+
+@dataclass
+class Place:
+    """A process in a group. `run` and `processes` (host, pid of each rank) once it has met."""
+
+    ranks: list[int]
+    own: int
+    run: str = ""
+    processes: list[tuple[int, int]] = field(default_factory=list)
+    calls: int = 0
+    layers: int = 0
+    completed: int = 0
+    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+_places: weakref.WeakKeyDictionary[ProcessGroup, Place] = weakref.WeakKeyDictionary()
+_alone: list[Place] = []
+_latest: list[Calls] = []  # the layer that has called last
+_written: list[int] = []  # calls that had completed in this process when its record was written
+
+
+def place_of(group: ProcessGroup | None) -> Place:
+    """Of this process in a group, or alone."""
+    if group is None:
+        if not _alone:
+            _alone.append(Place(ranks=[_world()[0]], own=0, run=f"{secrets.randbits(63):x}"))
+        return _alone[0]
+    if group not in _places:
+        _places[group] = Place(ranks=dist.get_process_group_ranks(group), own=group.rank())
+    return _places[group]
+
+
+def latest() -> Calls | None:
+    """Of the layer that has called last in this process."""
+    return _latest[0] if _latest else None
+
+
+class Calls:
+    """One layer's, of a backend in a group; None: of a process alone."""
+
+    def __init__(self, backend: str, group: ProcessGroup | None) -> None:
+        self.backend, self._group = backend, group
+        self.layer = 0
+        self.phase = ""
+        self.now = Call(0, 0, "", 0, 0.0)
+
+    @property
+    def place(self) -> Place:
+        return place_of(self._group)
+
+    def begin(self, direction: str, tokens: int) -> None:
+        """A call; the first of a group meets. Raises what its collective raises, written down."""
+        place = self.place
+        place.calls += 1
+        if not self.layer:
+            place.layers += 1
+            self.layer = place.layers
+        self.now = Call(place.calls, self.layer, direction, tokens, time.monotonic())
+        place.recent.append(self.now)
+        _latest[:] = [self]
+        if self._group is not None and not place.run:
+            with self.waiting("meeting"):
+                _meet(place, self._group)
+
+    def end(self) -> None:
+        """The call has raised nothing."""
+        self.place.completed = self.now.number
+
+    @contextmanager
+    def call(self, direction: str, tokens: int) -> Iterator[None]:
+        """Around a call; what it raises is written down."""
+        self.begin(direction, tokens)
+        self.phase = "its arguments"
+        try:
+            yield
+        except Exception as error:
+            self.failed(error)
+            raise
+        self.end()
+
+    @contextmanager
+    def waiting(self, phase: str) -> Iterator[None]:
+        """Around a collective of torch. Raises CallFault (who did not take part) from its error."""
+        self.phase = phase
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._unfinished(error) from error
+
+    def failed(self, error: Exception) -> None:
+        """Writes the record of a failed call, once, and adds to the error where it is."""
+        if "mok_record" in vars(error):
+            return
+        vars(error)["mok_record"] = True
+        kind = error.kind if isinstance(error, CallFault) else _kind(error)
+        blamed = [self.place.own]
+        if isinstance(error, CallFault):
+            blamed = [] if error.rank is None else [error.rank]
+        why_not = _write(self.record(kind, str(error), blamed)) if _is_first() else None
+        error.args = (f"{error}{self._line(why_not)}", *error.args[1:])
+
+    def _unfinished(self, cause: RuntimeError) -> CallFault:
+        """Who it was, as soon as that can be seen. The own record comes first: others look too."""
+        place, ranks = self.place, len(self.place.ranks)
+        said = f"a collective of torch failed in {self.phase}: {cause}"
+        record, first = self.record("collective", said, []), _is_first()
+        why_not = _write(record) if first else None
+        blamed, states = self._blamed()
+        waited = time.monotonic() - self.now.began
+        names = [
+            f"rank {place.ranks[peer]}" + (f" ({states[peer]})" if peer in states else "")
+            for peer in blamed
+        ]
+        text = (
+            f"all {ranks} ranks {place.ranks} must take part in a call, got no end of {self.phase} "
+            f"on rank {place.ranks[place.own]} within {waited:.1f} s, and "
+            f"{'no word from ' + ', '.join(names) if names else 'word from all'}; "
+            f"look into the log of {names[0] if names else 'each'} first"
+        )
+        fault = CallFault(text, "collective")
+        if first:  # what is known now takes its place
+            seen = ranks - len(blamed) if blamed else None
+            record = replace(
+                self.record("collective", f"{fault}. torch: {cause}", blamed, states),
+                counter="ranks that took part",
+                expected=ranks,
+                seen=seen,
+                time=record.time,
+            )
+            why_not = _write(record)
+        vars(fault)["mok_record"] = True
+        fault.args = (f"{fault}{self._line(why_not)}",)
+        return fault
+
+    def _line(self, why_not: str | None) -> str:
+        now, folder = self.now, records.directory()
+        call = f"\nmok: call {now.number} (layer {now.layer}, {now.direction})"
+        if why_not is not None:
+            return f"{call}; no record: {why_not}"
+        return f"{call}, recorded in {folder}; {records.MERGE} {folder}"
+
+    def record(
+        self, kind: str, text: str, blamed: list[int], states: dict[int, str] | None = None
+    ) -> records.Record:
+        """Of this moment. blamed, states: by rank of the group."""
+        place, now = self.place, self.now
+        rank, world = _world()
+        expected, seen = _form(text)
+        states = self.states() if states is None else states
+        return records.Record(
+            kind=kind,
+            message=text,
+            backend=self.backend,
+            run=place.run,
+            job=records.launcher(os.environ),
+            rank=rank,
+            world=world,
+            group=place.ranks,
+            layer=now.layer,
+            direction=now.direction,
+            phase=self.phase,
+            call=now.number,
+            completed=place.completed,
+            tokens=now.tokens,
+            counter=kind,
+            expected=expected,
+            seen=seen,
+            blamed=[place.ranks[peer] for peer in blamed],
+            peers={str(place.ranks[peer]): state for peer, state in states.items()},
+            waited_s=round(time.monotonic() - now.began, 3),
+            time=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=_device(),
+            versions=_versions(),
+            stack=[f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack()[-16:]],
+        )
+
+    def states(self) -> dict[int, str]:
+        """What the peers' processes on this host are doing, by rank of the group."""
+        place, here = self.place, _host()
+        return {
+            peer: f"process {pid} {_state(pid)}"
+            for peer, (host, pid) in enumerate(place.processes)
+            if peer != place.own and host == here
+        }
+
+    def _blamed(self) -> tuple[list[int], dict[int, str]]:
+        """Ranks of the group that failed by themselves, have ended or are stopped; after GRACE_S,
+        those that have said nothing. And the states then."""
+        place, began = self.place, time.monotonic()
+        while True:
+            said = {
+                record.rank: record.kind
+                for record in records.of_group(place.run, place.ranks, _STARTED - 60)
+                if record.call >= self.now.number - 1
+            }
+            states, own = self.states(), place.own
+            others = [(peer, rank) for peer, rank in enumerate(place.ranks) if peer != own]
+            silent = [peer for peer, rank in others if rank not in said]
+            guilty = [peer for peer, rank in others if said.get(rank, "wait") not in records.WAITS]
+            guilty += [peer for peer in silent if not states.get(peer, _RUNS).endswith(_RUNS)]
+            if guilty or not silent or time.monotonic() - began > GRACE_S:
+                return guilty or silent, states
+            time.sleep(0.1)
+
+
+def _is_first() -> bool:
+    """Whether this process has not yet written a record, or calls have ended well since."""
+    done = sum(place.completed for place in (*_places.values(), *_alone))
+    if _written and done <= _written[0]:
+        return False
+    _written[:] = [done]
+    return True
+
+
+def _write(record: records.Record) -> str | None:
+    """Or why it could not be."""
+    try:
+        records.write(record)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _meet(place: Place, group: ProcessGroup) -> None:
+    every = peers.gather(group, [secrets.randbits(63), _host(), os.getpid()])
+    place.run = f"{every[0][0]:x}"
+    place.processes = [(host, pid) for _, host, pid in every]
+
+
+@cache
+def _host() -> int:
+    """One number for all processes that see each other's ids."""
+    return peers.fingerprint(peers.host(), os.readlink("/proc/self/ns/pid"))
+
+
+_RUNS = "runs"
+
+
+def _state(pid: int) -> str:
+    """Of a process on this host."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "has ended"
+    return {"T": "is stopped", "t": "is stopped", "Z": "has ended", "X": "has ended"}.get(
+        letter, _RUNS
+    )
+
+
+def _world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _kind(error: Exception) -> str:
+    return "memory" if isinstance(error, torch.OutOfMemoryError | MemoryError) else "error"
+
+
+def _form(text: str) -> tuple[str | None, str | None]:
+    """Rule and value of `mok: rule, got value; remedy`."""
+    rule, _, rest = text.partition(", got ")
+    if not rest:
+        return None, None
+    return rule.removeprefix("mok: "), rest.partition("; ")[0]
+
+
+def _device() -> str:
+    if not torch.cuda.is_initialized():
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"mok_megatron": __version__, "torch": torch.__version__}
+    with suppress(metadata.PackageNotFoundError):
+        found["megatron-core"] = metadata.version("megatron-core")
+    return found
