@@ -88,7 +88,8 @@ struct Fault {
   uint32_t tag;  // Tag; 0 while nothing happened
   uint32_t cta;
   uint32_t thread;
-  uint32_t value;  // what the wait or the check saw
+  uint32_t value;     // what the wait or the check saw
+  uint32_t expected;  // of kStart and kCombineHome: the epoch of the call; else 0
 };
 
 // Process-wide record, pinned and mapped; null only before the first launch.
@@ -98,11 +99,13 @@ constexpr long long kDeadlineCycles =
     20'000'000'000;  // about 10 s: a healthy wait takes microseconds
 
 #ifdef __CUDACC__
-[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
+[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value,
+                                                  uint32_t expected = 0) {
   if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
     fault->cta = blockIdx.x;
     fault->thread = threadIdx.x;
     fault->value = value;
+    fault->expected = expected;
     __threadfence_system();
   }
   __trap();

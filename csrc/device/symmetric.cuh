@@ -34,7 +34,7 @@ __device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, 
   for (;;) {
     const uint32_t seen = load_acquire_system(words);
     if (seen == epoch) break;
-    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kStart, seen);
+    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kStart, seen, epoch);
   }
   constexpr int kWords = sizeof(Start) / sizeof(int32_t);
   Start start;
@@ -63,7 +63,7 @@ __device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epo
     const uint64_t both = load_acquire_system(word);
     const auto seen = static_cast<uint32_t>(both);
     if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
-    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kCombineHome, seen);
+    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kCombineHome, seen, epoch);
   }
 }
 

@@ -33,6 +33,7 @@ from torch.distributed import ProcessGroup
 
 from mok_megatron import __version__, peers, records
 from mok_megatron.backends.rules import CallFault
+from mok_megatron.contract import MoEShape
 
 GRACE_S = 3.0  # how long a rank that has waited looks for the records of others
 _RECENT = 64
@@ -41,13 +42,15 @@ _STARTED = time.time()
 
 @dataclass(frozen=True)
 class Call:
-    """number: in the group. began: on the monotonic clock."""
+    """number: in the group; epoch: in the workspace of the group and shape, if no graph replays
+    calls. began: on the monotonic clock."""
 
     number: int
     layer: int
     direction: str
     tokens: int
     began: float
+    epoch: int = 0
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Place:
     calls: int = 0
     layers: int = 0
     completed: int = 0
+    epochs: dict[MoEShape, list[int]] = field(default_factory=dict)
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
@@ -89,15 +93,18 @@ def latest() -> Calls | None:
 class Calls:
     """One layer's, of a backend in a group; None: of a process alone."""
 
-    def __init__(self, backend: str, group: ProcessGroup | None) -> None:
-        self.backend, self._group = backend, group
-        self.layer = 0
+    def __init__(self, backend: str, shape: MoEShape, group: ProcessGroup | None) -> None:
+        self.backend, self._shape, self._group = backend, shape, group
+        self._place: Place | None = None
+        self.layer, self._epoch = 0, [0]
         self.phase = ""
         self.now = Call(0, 0, "", 0, 0.0)
 
     @property
     def place(self) -> Place:
-        return place_of(self._group)
+        if self._place is None:
+            self._place = place_of(self._group)
+        return self._place
 
     def begin(self, direction: str, tokens: int) -> None:
         """A call; the first of a group meets. Raises what its collective raises, written down."""
@@ -106,12 +113,24 @@ class Calls:
         if not self.layer:
             place.layers += 1
             self.layer = place.layers
-        self.now = Call(place.calls, self.layer, direction, tokens, time.monotonic())
+            self._epoch = place.epochs.setdefault(self._shape, [0])
+        self._epoch[0] += 1
+        self.now = Call(
+            place.calls, self.layer, direction, tokens, time.monotonic(), self._epoch[0]
+        )
         place.recent.append(self.now)
         _latest[:] = [self]
         if self._group is not None and not place.run:
             with self.waiting("meeting"):
                 _meet(place, self._group)
+
+    def of_epoch(self, epoch: int) -> None:
+        """`now` becomes the group's call of that epoch, where it is still known; else of none."""
+        found = [call for call in self.place.recent if call.epoch == epoch]
+        if len(found) == 1:
+            self.now = found[0]
+        else:
+            self.now = Call(0, 0, "", 0, self.now.began)
 
     def end(self) -> None:
         """The call has raised nothing."""
@@ -143,61 +162,72 @@ class Calls:
         if "mok_record" in vars(error):
             return
         vars(error)["mok_record"] = True
+        rank = error.rank if isinstance(error, CallFault) else None
         kind = error.kind if isinstance(error, CallFault) else _kind(error)
-        blamed = [self.place.own]
-        if isinstance(error, CallFault):
-            blamed = [] if error.rank is None else [error.rank]
+        blamed = [self.place.own if rank is None else rank]
         why_not = _write(self.record(kind, str(error), blamed)) if _is_first() else None
-        error.args = (f"{error}{self._line(why_not)}", *error.args[1:])
+        error.args = (f"{error}{self._line(why_not, kind)}", *error.args[1:])
 
     def _unfinished(self, cause: RuntimeError) -> CallFault:
-        """Who it was, as soon as that can be seen. The own record comes first: others look too."""
+        """Torch's collective has failed."""
         place, ranks = self.place, len(self.place.ranks)
         said = f"a collective of torch failed in {self.phase}: {cause}"
-        record, first = self.record("collective", said, []), _is_first()
-        why_not = _write(record) if first else None
-        blamed, states = self._blamed()
+        blamed, names, why_not = self.write_wait(
+            self.record("collective", said, []), "ranks that took part", ranks
+        )
         waited = time.monotonic() - self.now.began
-        names = [
-            f"rank {place.ranks[peer]}" + (f" ({states[peer]})" if peer in states else "")
-            for peer in blamed
-        ]
-        text = (
+        fault = CallFault(
             f"all {ranks} ranks {place.ranks} must take part in a call, got no end of {self.phase} "
             f"on rank {place.ranks[place.own]} within {waited:.1f} s, and "
-            f"{'no word from ' + ', '.join(names) if names else 'word from all'}; "
-            f"look into the log of {names[0] if names else 'each'} first"
+            f"{'no word from ' + names if blamed else 'word from all'}; "
+            f"look into the log of {f'rank {blamed[0]}' if blamed else 'each'} first",
+            "collective",
         )
-        fault = CallFault(text, "collective")
-        if first:  # what is known now takes its place
-            seen = ranks - len(blamed) if blamed else None
-            record = replace(
-                self.record("collective", f"{fault}. torch: {cause}", blamed, states),
-                counter="ranks that took part",
-                expected=ranks,
-                seen=seen,
-                time=record.time,
-            )
-            why_not = _write(record)
         vars(fault)["mok_record"] = True
         fault.args = (f"{fault}{self._line(why_not)}",)
         return fault
 
-    def _line(self, why_not: str | None) -> str:
+    def write_wait(
+        self, record: records.Record, counter: str, expected: int
+    ) -> tuple[list[int], str, str | None]:
+        """Who it was that this rank waited for, of the job, in words too, as soon as that can be
+        seen; and why it could not be written. The own record comes first, since others look for it,
+        and again with what is known then."""
+        first = _is_first()
+        why_not = _write(record) if first else None
+        blamed, states = record.blamed, self.states()
+        if not blamed:
+            found, states = self._blamed()
+            blamed = [self.place.ranks[peer] for peer in found]
+        by_rank = {self.place.ranks[peer]: state for peer, state in states.items()}
+        if first:
+            whole = replace(
+                record,
+                counter=counter,
+                expected=expected,
+                seen=expected - len(blamed) if record.seen is None and blamed else record.seen,
+                blamed=blamed,
+                peers={str(rank): state for rank, state in by_rank.items()},
+            )
+            why_not = _write(whole)
+        names = [
+            f"rank {rank}" + (f" ({by_rank[rank]})" if rank in by_rank else "") for rank in blamed
+        ]
+        return blamed, ", ".join(names), why_not
+
+    def _line(self, why_not: str | None, kind: str = "") -> str:
         now, folder = self.now, records.directory()
-        call = f"\nmok: call {now.number} (layer {now.layer}, {now.direction})"
+        where = "" if kind == "desync" else f" (layer {now.layer}, {now.direction})"
+        call = f"\nmok: found in call {now.number}{where}"
         if why_not is not None:
             return f"{call}; no record: {why_not}"
-        return f"{call}, recorded in {folder}; {records.MERGE} {folder}"
+        return f"{call}, recorded for {records.MERGE} {folder}"
 
-    def record(
-        self, kind: str, text: str, blamed: list[int], states: dict[int, str] | None = None
-    ) -> records.Record:
-        """Of this moment. blamed, states: by rank of the group."""
+    def record(self, kind: str, text: str, blamed: list[int]) -> records.Record:
+        """Of this moment. blamed: ranks of the group."""
         place, now = self.place, self.now
         rank, world = _world()
         expected, seen = _form(text)
-        states = self.states() if states is None else states
         return records.Record(
             kind=kind,
             message=text,
@@ -217,7 +247,7 @@ class Calls:
             expected=expected,
             seen=seen,
             blamed=[place.ranks[peer] for peer in blamed],
-            peers={str(place.ranks[peer]): state for peer, state in states.items()},
+            peers={str(place.ranks[peer]): state for peer, state in self.states().items()},
             waited_s=round(time.monotonic() - now.began, 3),
             time=time.time(),
             host=socket.gethostname(),

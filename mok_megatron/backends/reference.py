@@ -385,7 +385,7 @@ class _Ranks:
         self.group = group if size > 1 else None
         self.size = size
         self.rank = 0 if group is None else group.rank()
-        self.calls = Calls("reference", self.group)
+        self.calls = Calls("reference", shape, self.group)
         self._shape = zlib.crc32(repr(shape).encode())
 
     def gather(self, phase: str, values: Tensor) -> Tensor:

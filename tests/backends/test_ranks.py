@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mok_megatron.backends import workspace
+from mok_megatron.backends import calls, workspace
 from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.limits import Limits
@@ -44,10 +44,15 @@ def test_the_first_call_joins_with_the_flags_and_counts_layers(
         return Workspace(torch.zeros(8, dtype=torch.uint8), [0, 0], 1, LIMITS, 77)
 
     monkeypatch.setattr(workspace, "of", of)
-    group = type("Group", (), {"group_name": "a test's"})()
+    group = type("Group", (), {"group_name": "a test's", "rank": lambda self: 1})()
+    monkeypatch.setattr(calls.dist, "get_process_group_ranks", lambda group: [0, 1])
+    met = []
+    monkeypatch.setattr(calls, "_meet", lambda place, group: met.append(setattr(place, "run", "5")))
     flags = {"max_tokens": 9, "row_budget": 2.0, "arguments": None}
     layers = [Ranks(SHAPE, group, CPU, **flags) for _ in range(2)]
-    numbers = [layer.call(tokens)[1] for layer in layers for tokens in (5, 6)]
+    numbers = [layer.call("forward", tokens)[1] for layer in layers for tokens in (5, 6)]
     given = {"given_tokens": 9, "row_budget": 2.0, "arguments": None}
+    assert len(met) == 1
+    assert [layer.calls.now.number for layer in layers] == [2, 4]
     assert asked == [(SHAPE, 5, given), (SHAPE, 5, given)]
     assert numbers == [[1, 16, 384, layer, 77] for layer in (1, 1, 2, 2)]
