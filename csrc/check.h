@@ -99,13 +99,11 @@ constexpr long long kDeadlineCycles =
     20'000'000'000;  // about 10 s: a healthy wait takes microseconds
 
 #ifdef __CUDACC__
-[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value,
-                                                  uint32_t expected = 0) {
+[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
   if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
     fault->cta = blockIdx.x;
     fault->thread = threadIdx.x;
     fault->value = value;
-    fault->expected = expected;
     __threadfence_system();
   }
   __trap();

@@ -172,9 +172,10 @@ class Calls:
         """Torch's collective has failed."""
         place, ranks = self.place, len(self.place.ranks)
         said = f"a collective of torch failed in {self.phase}: {cause}"
-        blamed, names, why_not = self.write_wait(
-            self.record("collective", said, []), "ranks that took part", ranks
+        record = replace(
+            self.record("collective", said, []), counter="ranks that took part", expected=ranks
         )
+        blamed, names, why_not = self.write_wait(record)
         waited = time.monotonic() - self.now.began
         fault = CallFault(
             f"all {ranks} ranks {place.ranks} must take part in a call, got no end of {self.phase} "
@@ -187,33 +188,29 @@ class Calls:
         fault.args = (f"{fault}{self._line(why_not)}",)
         return fault
 
-    def write_wait(
-        self, record: records.Record, counter: str, expected: int
-    ) -> tuple[list[int], str, str | None]:
+    def write_wait(self, record: records.Record) -> tuple[list[int], str, str | None]:
         """Who it was that this rank waited for, of the job, in words too, as soon as that can be
         seen; and why it could not be written. The own record comes first, since others look for it,
         and again with what is known then."""
         first = _is_first()
         why_not = _write(record) if first else None
-        blamed, states = record.blamed, self.states()
-        if not blamed:
+        if not record.blamed:
             found, states = self._blamed()
-            blamed = [self.place.ranks[peer] for peer in found]
-        by_rank = {self.place.ranks[peer]: state for peer, state in states.items()}
-        if first:
-            whole = replace(
+            ranks = self.place.ranks
+            seen = len(ranks) - len(found) if found and record.seen is None else record.seen
+            record = replace(
                 record,
-                counter=counter,
-                expected=expected,
-                seen=expected - len(blamed) if record.seen is None and blamed else record.seen,
-                blamed=blamed,
-                peers={str(rank): state for rank, state in by_rank.items()},
+                seen=seen,
+                blamed=[ranks[peer] for peer in found],
+                peers={str(ranks[peer]): state for peer, state in states.items()},
             )
-            why_not = _write(whole)
+            why_not = _write(record) if first else None
+        states_of = record.peers
         names = [
-            f"rank {rank}" + (f" ({by_rank[rank]})" if rank in by_rank else "") for rank in blamed
+            f"rank {rank}" + (f" ({states_of[str(rank)]})" if str(rank) in states_of else "")
+            for rank in record.blamed
         ]
-        return blamed, ", ".join(names), why_not
+        return record.blamed, ", ".join(names), why_not
 
     def _line(self, why_not: str | None, kind: str = "") -> str:
         now, folder = self.now, records.directory()
@@ -224,7 +221,7 @@ class Calls:
         return f"{call}, recorded for {records.MERGE} {folder}"
 
     def record(self, kind: str, text: str, blamed: list[int]) -> records.Record:
-        """Of this moment. blamed: ranks of the group."""
+        """Of this moment. blamed: ranks of the group; not virtual ones, who are this process."""
         place, now = self.place, self.now
         rank, world = _world()
         expected, seen = _form(text)
@@ -246,7 +243,7 @@ class Calls:
             counter=kind,
             expected=expected,
             seen=seen,
-            blamed=[place.ranks[peer] for peer in blamed],
+            blamed=[place.ranks[peer] for peer in blamed if peer < len(place.ranks)],
             peers={str(place.ranks[peer]): state for peer, state in self.states().items()},
             waited_s=round(time.monotonic() - now.began, 3),
             time=time.time(),
@@ -349,7 +346,9 @@ def _form(text: str) -> tuple[str | None, str | None]:
 def _device() -> str:
     if not torch.cuda.is_initialized():
         return "cpu"
-    return f"cuda:{torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
+    with suppress(RuntimeError):  # of a context that is dead
+        return f"cuda:{torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
+    return "cuda"
 
 
 @cache

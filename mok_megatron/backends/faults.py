@@ -143,8 +143,13 @@ def _write_stopped(words: Sequence[int], text: str) -> None:
     last.phase = text.partition("launch failed: ")[2].partition(" (CTA")[0]
     last.of_epoch(epoch if between else 0)
     blamed = [thread] if tag == _START else [] if between else [last.place.own]
-    record = replace(last.record("wait" if between else "error", text, blamed), seen=seen)
-    last.write_wait(record, "epoch of the call" if between else "progress of the launch", epoch)
+    record = replace(
+        last.record("wait" if between else "error", text, blamed),
+        counter="epoch of the call" if between else "progress of the launch",
+        expected=epoch if between else None,
+        seen=seen,
+    )
+    last.write_wait(record)
 
 
 def describe(words: Sequence[int]) -> str:

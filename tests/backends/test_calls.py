@@ -35,7 +35,7 @@ CASE = Case(
     load="skewed",
     dtype=torch.float32,
 )
-LIMIT_S = 4.0
+LIMIT_S = 6.0
 CULPRIT = 1
 GOOD_CALLS = 3
 
