@@ -42,8 +42,8 @@ _STARTED = time.time()
 
 @dataclass(frozen=True)
 class Call:
-    """number: in the group; epoch: in the workspace of the group and shape, if no graph replays
-    calls. began: on the monotonic clock."""
+    """number: in the group; epoch: in the workspace of the group and shape, if no call is in a CUDA
+    graph. began: on the monotonic clock."""
 
     number: int
     layer: int
@@ -64,6 +64,7 @@ class Place:
     calls: int = 0
     layers: int = 0
     completed: int = 0
+    captured: bool = False  # calls in CUDA graphs: replays advance epochs that nobody counts here
     epochs: dict[MoEShape, list[int]] = field(default_factory=dict)
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
@@ -127,7 +128,7 @@ class Calls:
     def of_epoch(self, epoch: int) -> None:
         """`now` becomes the group's call of that epoch, where it is still known; else of none."""
         found = [call for call in self.place.recent if call.epoch == epoch]
-        if len(found) == 1:
+        if len(found) == 1 and not self.place.captured:
             self.now = found[0]
         else:
             self.now = Call(0, 0, "", 0, self.now.began)

@@ -75,6 +75,8 @@ class Ranks:
             return None, []
         if self._given is None:
             self._given = self._join(tokens)
+        if torch.cuda.is_current_stream_capturing():
+            self.calls.place.captured = True
         return self._numbers()
 
     def _numbers(self) -> tuple[Tensor, list[int]]:
