@@ -113,11 +113,8 @@ def _tests_of(file: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition(" |")[0])
-def test_a_report_has_a_test_or_a_reason(line: str) -> None:
-    report, what, answer = line.split(" | ")
-    assert report
-    assert what
+def check_answer(answer: str) -> None:
+    """Tests that exist, or a reason."""
     named = re.findall(r"([\w/]+)::(\w+)", answer)
     assert len(named) == answer.count("::")
     for file, test in named:
@@ -127,6 +124,14 @@ def test_a_report_has_a_test_or_a_reason(line: str) -> None:
         assert len(answer) > 30
     else:
         assert len(named) == len(answer.split())
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition(" |")[0])
+def test_a_report_has_a_test_or_a_reason(line: str) -> None:
+    report, what, answer = line.split(" | ")
+    assert report
+    assert what
+    check_answer(answer)
 
 
 def test_every_report_has_one_line() -> None:

@@ -36,13 +36,15 @@ __device__ __forceinline__ void send_start(Start* to, const Start& start) {
 
 // An entry is not written again before this call has ended here, so its epoch cannot be passed
 // over.
-__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, Fault* fault) {
+// The other rank may be held up for as long as the host allows: patience, in cycles.
+__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, int64_t patience,
+                                             Fault* fault) {
   const auto* const words = reinterpret_cast<const uint32_t*>(from);
   const long long began = clock64();
   for (;;) {
     const uint32_t seen = load_acquire_system(words);
     if (seen == epoch) break;
-    if (clock64() - began > kDeadlineCycles) fail_awaiting(fault, Tag::kStart, seen, epoch);
+    if (clock64() - began > patience) fail_awaiting(fault, Tag::kStart, seen, epoch);
   }
   constexpr int kWords = sizeof(Start) / sizeof(int32_t);
   Start start;

@@ -11,6 +11,7 @@ none waits. So every forward and backward is one call of the group, whether it r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ from mok_megatron.limits import (
 )
 from mok_megatron.peers import gib
 
+_VIRTUAL_S = 10  # how long virtual ranks wait for each other
 _DIRECTIONS = {"forward": 1, "backward": 2}  # CallDirection in csrc/workspace.h
 
 
@@ -62,6 +64,7 @@ class Ranks:
             "arguments": arguments,
         }
         self.calls = Calls("cuda", shape, group)
+        self._patience_s = _VIRTUAL_S
 
     def call(self, direction: str, tokens: int) -> tuple[Tensor | None, list[int]]:
         """Begins a call. `bases` and `group` of the ops forward and backward; of one rank (None,
@@ -83,7 +86,14 @@ class Ranks:
         assert self._given is not None, "no call has begun"
         space, layer = self._given
         limits = space.limits
-        return space.bases_P, [space.rank, limits.tokens, limits.rows, layer, space.settings]
+        return space.bases_P, [
+            space.rank,
+            limits.tokens,
+            limits.rows,
+            layer,
+            space.settings,
+            self._patience_s,
+        ]
 
     @property
     def rank(self) -> int:
@@ -155,6 +165,7 @@ class Ranks:
 
     def _join(self, tokens: int) -> tuple[Workspace, int]:
         assert self._group is not None, "several ranks have a group"
+        self._patience_s = patience_s(self._group)
         self.calls.phase = "making the workspace"
         try:
             space = workspace.of(
@@ -169,3 +180,12 @@ class Ranks:
             self.calls.failed(error)
             raise
         return space, self.calls.layer
+
+
+def patience_s(group: ProcessGroup) -> int:
+    """Seconds that a rank waits for the others to make the call that it is in: the time limit of
+    the group, which Megatron's --distributed-timeout-minutes sets; at least 1."""
+    kinds = [torch.device(name) for name in ("cuda", "cpu")]
+    devices = [device for device in kinds if device in group._device_types]
+    limit = group._get_backend(devices[0]).options._timeout
+    return max(math.ceil(limit.total_seconds()), 1)
