@@ -212,7 +212,7 @@ def _destroyed(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_a_group_that_was_destroyed(tmp_path: Path) -> None:
-    """No rank hangs: a layer holds its group, and one of a new group works in the same processes."""
+    """No rank hangs: a layer holds its group, and one of a new group works beside it."""
     for before, after, again in run_ranks(2, _destroyed, str(tmp_path), deadline=60):
         assert before == after == again
         assert float(before)

@@ -59,6 +59,7 @@ class Place:
 
     ranks: list[int]
     own: int
+    device: str = ""
     run: str = ""
     processes: list[tuple[int, int]] = field(default_factory=list)
     calls: int = 0
@@ -115,6 +116,7 @@ class Calls:
             place.layers += 1
             self.layer = place.layers
             self._epoch = place.epochs.setdefault(self._shape, [0])
+            place.device = _device()  # of this thread; the one that watches has none
         self._epoch[0] += 1
         self.now = Call(
             place.calls, self.layer, direction, tokens, time.monotonic(), self._epoch[0]
@@ -250,7 +252,7 @@ class Calls:
             time=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            device=_device(),
+            device=place.device,
             versions=_versions(),
             stack=[f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack()[-16:]],
         )
@@ -347,9 +349,7 @@ def _form(text: str) -> tuple[str | None, str | None]:
 def _device() -> str:
     if not torch.cuda.is_initialized():
         return "cpu"
-    with suppress(RuntimeError):  # of a context that is dead
-        return f"cuda:{torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
-    return "cuda"
+    return f"cuda:{torch.cuda.current_device()}, {torch.cuda.get_device_name()}"
 
 
 @cache

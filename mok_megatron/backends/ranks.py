@@ -63,7 +63,7 @@ class Ranks:
             "row_budget": row_budget,
             "arguments": arguments,
         }
-        self.calls = Calls("cuda", shape, group)
+        self.calls = Calls("cuda", shape, group if self.several else None)
         self._patience_s = _VIRTUAL_S
 
     def call(self, direction: str, tokens: int) -> tuple[Tensor | None, list[int]]:
