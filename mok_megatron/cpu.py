@@ -52,7 +52,7 @@ def install() -> None:
             "context; call mok_megatron.cpu.install() first"
         )
     _installed = True
-    _forgo_compilation()
+    forgo_compilation()
     _report_one_device()
     _replace_streams_and_events()
     _share_the_cpu_generator()
@@ -64,7 +64,7 @@ def install() -> None:
 # --- torch ----------------------------------------------------------------------------
 
 
-def _forgo_compilation() -> None:
+def forgo_compilation() -> None:
     """megatron.core.jit wraps small functions in torch.compile, which would ask the accelerator for
     its properties."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"

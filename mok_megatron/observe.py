@@ -5,9 +5,9 @@ Ranges    mok/route (the router and the choice of rows), mok/forward, mok/backwa
 Timers    mok-forward, mok-backward: with --timing-log-level 2, beside Megatron's own. Like those
           of that level they wait for the device where they start and stop.
 Scalars   rows that a rank computes in a layer and micro-batch (the largest, the mean, and the
-          largest over the mean in the worst layer), and the milliseconds of a step in which a rank
-          waited for others inside mok's calls, where the backend can tell: with --tensorboard-dir
-          or --wandb-project, every --tensorboard-log-interval iterations.
+          largest over the mean in the worst layer): with --tensorboard-dir or --wandb-project,
+          every --tensorboard-log-interval iterations. How long a rank waits for others inside a
+          call is not among them: no kernel counts it.
 
 Rows are counted on the device and read when they are written, where all ranks add them up. A
 recomputed forward counts once, an evaluation not at all. Without these flags nothing is counted.
@@ -104,7 +104,7 @@ def report(iteration: int, arguments: Any) -> None:
 
     interval = arguments.tensorboard_log_interval
     if wants_scalars(arguments) and iteration % interval == 0:
-        scalars = gather(arguments.num_experts, interval)
+        scalars = gather(arguments.num_experts)
         writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         for name, value in scalars.items() if writer or wandb else ():
             if writer:
@@ -118,12 +118,12 @@ def report(iteration: int, arguments: Any) -> None:
         timers.log(list(TIMERS), normalizer=every)
 
 
-def gather(num_experts: int, steps: int) -> dict[str, float]:
-    """The scalars since they were gathered last, `steps` steps ago. Collective over all ranks."""
+def gather(num_experts: int) -> dict[str, float]:
+    """The scalars since they were gathered last. Collective over all ranks."""
     alive = [observed for ref in _observed if (observed := ref()) is not None]
     device = torch.cuda.current_device()  # of the shim a CPU
-    most = torch.zeros(3, dtype=torch.float64, device=device)  # rows, ratio, wait
-    total = torch.zeros(4, dtype=torch.float64, device=device)  # rows, layers; waits, ranks
+    most = torch.zeros(2, dtype=torch.float64, device=device)  # rows, ratio
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # rows, layers
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for observed in alive:
         rows_E, calls = observed.take()
@@ -136,24 +136,16 @@ def gather(num_experts: int, steps: int) -> dict[str, float]:
         rows_MP = rows_ME.unflatten(1, (group.size(), -1)).sum(-1)
         mean_M, most_M = rows_MP.mean(1), rows_MP.amax(1)
         ratio_M = most_M / mean_M.clamp_min(1e-9)
-        most[:2] = torch.maximum(most[:2], torch.stack([most_M.max(), ratio_M.max()]))
+        most = torch.maximum(most, torch.stack([most_M.max(), ratio_M.max()]))
         total[0] += mean_M.sum()
         total[1] += len(layers)
-    waits = {id(w.backend): f() for w in alive if (f := getattr(w.backend, "waited_ms", None))}
-    if waits:
-        most[2] = total[2] = sum(waits.values()) / steps
-        total[3] = 1
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    (rows, ratio, wait), (sum_rows, layers_seen, sum_waits, ranks) = most.tolist(), total.tolist()
-    scalars: dict[str, float] = {}
-    if layers_seen:
-        scalars |= {
-            "mok/rows per rank, max": rows,
-            "mok/rows per rank, mean": sum_rows / layers_seen,
-            "mok/rows per rank, max over mean": ratio,
-        }
-    if ranks:
-        scalars["mok/exposed wait ms, max"] = wait
-        scalars["mok/exposed wait ms, mean"] = sum_waits / ranks
-    return scalars
+    (rows, ratio), (sum_rows, layers_seen) = most.tolist(), total.tolist()
+    if not layers_seen:
+        return {}
+    return {
+        "mok/rows per rank, max": rows,
+        "mok/rows per rank, mean": sum_rows / layers_seen,
+        "mok/rows per rank, max over mean": ratio,
+    }

@@ -268,7 +268,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "type": float,
         "metavar": "X",
         "help": "Rows that a rank's buffers of the cuda backend hold with expert parallelism, as a "
-        "multiple of the balanced share; more rows than that take several passes.",
+        "multiple of the balanced share; a routing that brings more is an error on all ranks.",
     },
 }
 

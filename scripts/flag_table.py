@@ -3,7 +3,7 @@
     python scripts/flag_table.py            a table in Markdown
     python scripts/flag_table.py --json     JSON lines: flags, verdict, why, tests
 
-A row is one of tests/test_config.py, where Megatron and the rules of mok_megatron/config.py accept
+A row is one of tests/config_rows.py, where Megatron and the rules of mok_megatron/config.py accept
 or refuse it; refusals by the same rule are one row. Listed by hand is only which runs back a row:
 `works` has one that was compared with alltoall, `accepted` is known to be a valid configuration
 that changes nothing behind the router. A flag is what Megatron's own parser calls a field; a field
@@ -29,8 +29,8 @@ from mok_megatron.config import ARGUMENT_RULES, RULES
 
 @cache
 def _cases() -> Any:
-    """tests/test_config.py, which imports Megatron."""
-    return importlib.import_module("tests.test_config")
+    """tests/config_rows.py, which imports Megatron."""
+    return importlib.import_module("tests.config_rows")
 
 
 # Tests that compare a run with alltoall; those with {} have an id for each case.
@@ -43,7 +43,7 @@ COMPARED = {
     "gather": "tests/test_training.py::test_skipping_the_parameter_gather_would_be_seen",
     "checkpoints": "tests/test_checkpoints.py::test_every_reader_has_every_writers_bytes",
 }
-# Row of test_config.WORKS -> the runs that have it: a key of COMPARED and a case there.
+# Row of config_rows.WORKS -> the runs that have it: a key of COMPARED and a case there.
 RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     "plain": (("layer", "qwen3"), ("training", "qwen3")),
     "top1": (("layer", "top-1"),),
@@ -142,12 +142,12 @@ def rows() -> list[Row]:
     for flags, runs in OF_TRAINING.items():
         tests = tuple(COMPARED[test].format(case) for test, case in runs)
         found.append(Row(flags=flags, verdict="works", why="", tests=tests))
-    names = _refused_ids()
+    names, arguments = _refused_ids(), _cases().REFUSED_ARGUMENTS
     for rule in (*RULES, *ARGUMENT_RULES):
         mine = [row for row in _cases().REFUSED if row.rule == rule.name]
         flags = dict.fromkeys(_said(row.fields, parsed) for row in mine)
         ids = [f"test_refused[{names[id(row)]}]" for row in mine]
-        ids += [f"test_refused_arguments[{'-'.join(a)}]" for a in _arguments() if a[0] == rule.name]
+        ids += [f"test_refused_arguments[{'-'.join(a)}]" for a in arguments if a[0] == rule.name]
         if rule.name == "moe_megakernel_backend":  # of a newer Megatron
             ids.append("test_two_selectors_are_refused")
         row = Row(
@@ -170,11 +170,6 @@ def _refused_ids() -> dict[int, str]:
         names[id(row)] = name + number
         seen[name] += 1
     return names
-
-
-def _arguments() -> list[tuple[str, str]]:
-    (mark,) = _cases().test_refused_arguments.pytestmark
-    return list(mark.args[1])
 
 
 def _flags() -> dict[tuple[str, bool], str]:

@@ -21,7 +21,7 @@ from mok_megatron import backends, records
 from mok_megatron.backends import workspace
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import MoEShape
-from tests import test_config
+from tests import config_rows
 from tests.backends import test_rules
 from tests.batches import Batch, Case, places
 from tests.ranks import run_ranks
@@ -219,7 +219,7 @@ def test_a_group_that_was_destroyed(tmp_path: Path) -> None:
 
 
 def test_the_table_has_eighty_rows_and_each_says_something() -> None:
-    flags = {f"{row.rule}: {row.words}" for row in test_config.REFUSED}
+    flags = {f"{row.rule}: {row.words}" for row in config_rows.REFUSED}
     calls = test_rules.FORWARD_FAULTS | test_rules.BACKWARD_FAULTS
     assert len(flags) + len(calls) + len(SHAPES) >= 80
     assert all(len(re.sub(r"\W", "", words)) >= 8 for _, words in calls.values())

@@ -17,16 +17,14 @@ is compared here.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests import checkpoints
 from tests import tiny_megatron as tiny
 from tests.ranks import run_ranks
 
@@ -53,7 +51,6 @@ SHARDED: dict[str, Any] = {
     "ddp": {"use_distributed_optimizer": True},
     "optimizer": {"use_distributed_optimizer": True},
 }
-Digests = dict[tuple[str, tuple[int, ...]], str]
 
 
 def _training(dispatcher: str, options: dict[str, Any]) -> tiny.Training:
@@ -62,106 +59,8 @@ def _training(dispatcher: str, options: dict[str, Any]) -> tiny.Training:
     return training
 
 
-def _state(training: tiny.Training, *, is_loading: bool = False) -> dict[str, Any]:
-    """Megatron's sharded state of model and optimizer, as megatron.training asks for it."""
-    metadata = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": training.model.dp_cp_group,
-    }
-    if training.ddp.get("use_distributed_optimizer"):
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-    model = training.model.module.sharded_state_dict(metadata=metadata)
-    optimizer = training.optim.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer}
-
-
-def _save(training: tiny.Training, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import (
-        get_write_results_queue,
-    )
-
-    get_write_results_queue("fork")  # else a new interpreter serves it, which imports torch first
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(_state(training), str(folder))
-
-
-def _load(training: tiny.Training, folder: Path) -> None:
-    _give(training, _read(training, folder))
-
-
-def _read(training: tiny.Training, folder: Path) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
-
-    return dist_checkpointing.load(_state(training, is_loading=True), str(folder))
-
-
-def _give(training: tiny.Training, loaded: dict[str, Any]) -> None:
-    training.model.module.load_state_dict(loaded["model"])
-    training.optim.load_state_dict(loaded["optimizer"])
-
-
-def _with_own_groups(training: tiny.Training, loaded: dict[str, Any]) -> dict[str, Any]:
-    """The loaded state with the reader's parameter groups and step around the moments.
-
-    With experts on one rank Megatron has one optimizer, else two, and it refuses the groups of the
-    other kind; the tensors have the same keys.
-    """
-    parts = training.optim.chained_optimizers
-    optimizer = loaded["optimizer"]
-    for number, part in enumerate(parts):
-        state = optimizer if len(parts) == 1 else optimizer[number]
-        own = part.state_dict()
-        state["param_groups"] = own["param_groups"]
-        state["state"].pop("common_step", None)
-        for parameter, moments in state["state"].items():
-            moments["step"] = own["state"][parameter]["step"]
-    keys = ("state", "param_groups") if len(parts) == 1 else range(len(parts))
-    return {"model": loaded["model"], "optimizer": {key: optimizer[key] for key in keys}}
-
-
-def _tensors(training: tiny.Training) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Key, offset and values of every tensor of weights and optimizer state on this rank."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
-    state = _state(training)
-    apply_factories(state)
-    for value in nested_values(state):
-        if isinstance(value, ShardedTensor):
-            yield value.key, value.global_offset, value.data
-
-
-def _digests(training: tiny.Training) -> Digests:
-    """(key, offset) -> hash of the bytes, over all ranks; copies of a tensor must be equal.
-
-    An expert is always a tensor of its own, so the offsets are the same at every size.
-    """
-    own: Digests = {}
-    for key, offset, tensor in _tensors(training):
-        content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        own[key, offset] = hashlib.sha256(content).hexdigest()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    union: Digests = {}
-    for of_rank in gathered:
-        for place, digest in of_rank.items():
-            assert union.setdefault(place, digest) == digest, place
-    return union
-
-
-def _spoil(training: tiny.Training) -> None:
-    """NaN in every weight, moment and bias: what a load forgets is seen."""
-    with torch.no_grad():
-        for _, _, tensor in _tensors(training):
-            tensor.fill_(float("nan"))
-
-
 def _matrix_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
-    saved: dict[str, Digests] = {}
+    saved: dict[str, checkpoints.Digests] = {}
     losses: dict[str, float] = {}
     for size in SIZES:
         tiny.set_up(expert_parallel=size)
@@ -169,8 +68,8 @@ def _matrix_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
             training = _training(dispatcher, MODEL)
             training.run(SAVED_AT)
             name = f"{dispatcher}-ep{size}"
-            _save(training, Path(folder, name))
-            saved[name] = _digests(training)
+            checkpoints.save(training, Path(folder, name))
+            saved[name] = checkpoints.digests(training)
             losses[name] = training.evaluate()
     read: dict[str, tuple[bool, float]] = {}
     for size in SIZES:
@@ -182,17 +81,17 @@ def _matrix_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
                 if dispatcher == "alltoall" and writer.startswith("alltoall"):
                     continue  # Megatron's own business
                 path = Path(folder, writer)
-                _spoil(training)
-                loaded = _read(training, path)
+                checkpoints.spoil(training)
+                loaded = checkpoints.read(training, path)
                 if (size == 1) != writer.endswith("ep1"):
                     if dispatcher == "alltoall":
                         with pytest.raises((ValueError, RuntimeError, KeyError)):
-                            _give(training, loaded)
-                        loaded = _read(training, path)
-                    loaded = _with_own_groups(training, loaded)
-                _give(training, loaded)
+                            checkpoints.give(training, loaded)
+                        loaded = checkpoints.read(training, path)
+                    loaded = checkpoints.with_own_groups(training, loaded)
+                checkpoints.give(training, loaded)
                 training.seek(SAVED_AT)
-                same = _digests(training) == saved[writer]
+                same = checkpoints.digests(training) == saved[writer]
                 read[f"{writer}->{dispatcher}-ep{size}"] = same, training.evaluate()
     return {"saved": saved, "losses": losses, "read": read}
 
@@ -238,16 +137,17 @@ def _resume_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
             training = _training(dispatcher, options)
             training.run(SAVED_AT)
             path = Path(folder, f"{name}-{dispatcher}")
-            _save(training, path)
-            unbroken = training.run(STEPS), _digests(training)
+            checkpoints.save(training, path)
+            unbroken = training.run(STEPS), checkpoints.digests(training)
             other = _training(dispatcher, options)
-            _load(other, path)
+            checkpoints.load(other, path)
             other.seek(SAVED_AT)
-            curves[f"{name}-{dispatcher}"] = unbroken, (other.run(STEPS), _digests(other))
+            resumed = other.run(STEPS), checkpoints.digests(other)
+            curves[f"{name}-{dispatcher}"] = unbroken, resumed
         # Leaving and joining in the middle of a run.
         for writer, reader in (DISPATCHERS, DISPATCHERS[::-1]):
             other = _training(reader, options)
-            _load(other, Path(folder, f"{name}-{writer}"))
+            checkpoints.load(other, Path(folder, f"{name}-{writer}"))
             other.seek(SAVED_AT)
             curves[f"{name}-{writer}->{reader}"] = other.run(STEPS)
     for size in SHARDED_SIZES:
@@ -260,7 +160,7 @@ def _places_of_shards(expert_parallel: int, dispatcher: str) -> list[Any]:
     tiny.set_up(expert_parallel=expert_parallel)
     training = _training(dispatcher, SHARDED)
     training.run(1)
-    return [(key, offset, tuple(t.shape)) for key, offset, t in _tensors(training)]
+    return [(key, offset, tuple(t.shape)) for key, offset, t in checkpoints.tensors(training)]
 
 
 @pytest.fixture(scope="module")

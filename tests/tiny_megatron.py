@@ -1,13 +1,15 @@
 """Small Megatron-Core models and a training loop, on whichever dispatcher a test asks for.
 
-Everything runs in a rank that `tests.ranks.run_ranks` started, on the CPU shim.
+Everything runs in a rank that `tests.ranks.run_ranks` started, on the CPU shim, or all ranks on one
+GPU.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -17,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import mok_megatron
-from mok_megatron import cpu
+from mok_megatron import cpu, peers
 
 VOCABULARY, SEQUENCE = 256, 32
 
@@ -61,12 +63,16 @@ QWEN3: dict[str, Any] = BASE | {
 }
 
 
-def set_up(*, expert_parallel: int, seed: int = 1234, **groups: Any) -> None:
+def set_up(*, expert_parallel: int, seed: int = 1234, device: str = "cpu", **groups: Any) -> None:
     """Shim, plugin and Megatron's process groups and random states for this rank.
 
-    `groups`: more of initialize_model_parallel's arguments. A second call replaces the groups.
+    `device`: the shim's cpu, or cuda, where all ranks are on the first GPU. `groups`: more of
+    initialize_model_parallel's arguments. A second call replaces the groups.
     """
-    cpu.install()
+    if device == "cpu":
+        cpu.install()
+    else:
+        _share_a_gpu()
     mok_megatron.activate()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -78,6 +84,18 @@ def set_up(*, expert_parallel: int, seed: int = 1234, **groups: Any) -> None:
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
+
+
+def _share_a_gpu() -> None:
+    """Gloo coalesces collectives of CPU tensors only: of CUDA tensors they are made one by one.
+    Nothing is compiled at run time, as on the shim."""
+    cpu.forgo_compilation()
+    from megatron.core.distributed import param_and_grad_buffer
+
+    os.environ[peers.OVERLAP] = "1"
+    torch.cuda.set_device(0)
+    assert param_and_grad_buffer._coalescing_manager
+    param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: nullcontext()
 
 
 def config(dispatcher: str, base: dict[str, Any], **overrides: Any) -> Any:
@@ -131,9 +149,10 @@ class Training:
     """A GPT model under DDP with Megatron's optimizer and schedule, and its data.
 
     A pipeline rank holds one chunk of the model, or several when it is interleaved. `freeze` is a
-    pattern of parameter names. Megatron's local spec has no attention for context parallelism and
-    no norms for sequence parallelism: without `attention`, layers are MoE or MLP alone; with
-    tensor parallelism, norms are `SequenceNorm`.
+    pattern of parameter names. `grouped`: MoE layers are of Transformer Engine's modules, with a
+    TEGroupedMLP; the others stay local. Megatron's local spec has no attention for context
+    parallelism and no norms for sequence parallelism: without `attention`, layers are MoE or MLP
+    alone; with tensor parallelism, norms are `SequenceNorm`.
     """
 
     dispatcher: str
@@ -145,6 +164,7 @@ class Training:
     micro_batches: int = 2
     attention: bool = True
     freeze: str = ""
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         from megatron.core import parallel_state
@@ -191,6 +211,8 @@ class Training:
 
         named = {"use_transformer_engine": False, "vp_stage": stage}
         spec = get_gpt_decoder_block_spec(self.config, **named)
+        if self.grouped:
+            _group_experts(spec, self.config.num_moe_experts)
         if not self.attention:
             _leave_out_attention(spec)
         if self.config.sequence_parallel:
@@ -209,6 +231,7 @@ class Training:
             mtp_block_spec=mtp_spec,
             vp_stage=stage,
         ).to(self.config.params_dtype)
+        gpt.cuda()  # Megatron leaves norms and routers on the CPU
         for name, parameter in gpt.named_parameters():
             if self.freeze and re.search(self.freeze, name):
                 parameter.requires_grad_(False)
@@ -247,7 +270,8 @@ class Training:
             forward_only=forward_only,
         )
         # Only the last pipeline stage has losses.
-        mean = torch.stack([step["loss"] for step in losses]).mean() if losses else torch.zeros(())
+        each = [step["loss"].cpu() for step in losses]
+        mean = torch.stack(each).mean() if each else torch.zeros(())
         total = torch.stack([mean, torch.tensor(float(bool(losses)))])
         dist.all_reduce(total)
         return total[0].item() / total[1].item()
@@ -289,6 +313,16 @@ def _leave_out_attention(block: Any) -> None:
         layer.submodules.self_attn_bda = IdentityFuncOp
 
 
+def _group_experts(block: Any, num_experts: int) -> None:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    grouped = get_moe_module_spec(use_te=True, num_experts=num_experts, moe_grouped_gemm=True)
+    for layer in block.layer_specs:
+        if getattr(layer.submodules.mlp, "func", None) is MoELayer:
+            layer.submodules.mlp = grouped
+
+
 class SequenceNorm(torch.nn.RMSNorm):
     """What Megatron takes from Transformer Engine for sequence parallelism: its ranks add up dw."""
 
@@ -313,7 +347,7 @@ def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple
     rank = parallel_state.get_context_parallel_rank()
     # Consecutive shares: only attention would mind, and with context parallelism there is none.
     inputs, places, labels = (
-        t.chunk(ranks, 1)[rank] for t in (tokens[:, :-1], positions, tokens[:, 1:])
+        t.chunk(ranks, 1)[rank].cuda() for t in (tokens[:, :-1], positions, tokens[:, 1:])
     )
     output = model(inputs, places, None, labels=labels)
     return output, lambda out: (out.float().mean(), {"loss": out.detach().float().mean()})

@@ -22,6 +22,17 @@ from tests.batches import Case
 from tests.oracle import solve
 
 DEVICE = torch.device("cuda")
+CASE = Case(
+    seed=17,
+    hidden=256,
+    ffn=192,
+    shared_ffn=128,
+    num_experts=8,
+    top_k=3,
+    tokens=(301,),
+    load="zipf",
+    dtype=torch.bfloat16,
+)
 POISON = 0x7FFF7FFF  # a NaN in fp32 and twice in bf16; as an id or a row, far outside
 FEW = 1000  # elements other than zero: below it the limit is absolute
 LIMIT = 2e-2

@@ -20,22 +20,11 @@ from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import OVERFULL, MoEShape, WeightGradients
 from mok_megatron.function import FreshGradients
 from tests.backends import cuda_cases as cases
-from tests.batches import Case
 
 SHAPE = MoEShape(
     hidden=128, ffn=64, shared_ffn=64, num_experts=4, top_k=2, ep_size=1, dtype=torch.bfloat16
 )
-CASE = Case(
-    seed=17,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=8,
-    top_k=3,
-    tokens=(301,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = cases.CASE
 gpu = pytest.mark.gpu
 
 
@@ -98,11 +87,6 @@ def test_cpu_tensors_get_the_reference_or_an_error() -> None:
     assert backends.choose("auto", SHAPE, cpu, None)[0].name == "reference"
     with pytest.raises(RuntimeError, match="needs CUDA tensors, got cpu; use --mok-backend"):
         backends.choose("cuda", SHAPE, cpu, None)
-
-
-def test_several_ranks_in_the_kernel_must_be_asked_for_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"by name, got .* size of 2 .*; use --mok-backend cuda"):
-        backends.choose("auto", replace(SHAPE, ep_size=2), torch.device("cuda"), None)
 
 
 # Rows and places on the host.

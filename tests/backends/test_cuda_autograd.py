@@ -5,7 +5,7 @@ The expected bytes are those of direct calls of the backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,20 +16,9 @@ from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import MoEShape, WeightGradients, Weights
 from mok_megatron.function import fused_moe, top_k_choices
 from tests.backends import cuda_cases as cases
-from tests.batches import Case
 
 pytestmark = pytest.mark.gpu
-CASE = Case(
-    seed=31,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=8,
-    top_k=3,
-    tokens=(301,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = replace(cases.CASE, seed=31)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,27 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.backends import cuda_cases as cases
-from tests.batches import Case
 
 gpu = pytest.mark.gpu
 LIMIT = 20  # seconds that a holder stays at most
-CASE = Case(
-    seed=29,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=8,
-    top_k=3,
-    tokens=(500,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = replace(cases.CASE, seed=29, tokens=(500,))
 HOLD = r"""
 extern "C" __global__ void hold(volatile int* words, int seconds) {
   // words[0]: may end; words[1 + c]: CTA c runs

@@ -15,20 +15,9 @@ from mok_megatron.backends import faults
 from tests.backends import cuda_cases as cases
 from tests.backends import cuda_ranks as virtual
 from tests.backends.cuda_cases import Problem, Result
-from tests.batches import Case
 
 gpu = pytest.mark.gpu
-CASE = Case(
-    seed=31,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=16,
-    top_k=4,
-    tokens=(600,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = replace(cases.CASE, seed=31, num_experts=16, top_k=4, tokens=(600,))
 
 
 # What is said of a call: no GPU needed.

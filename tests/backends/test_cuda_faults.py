@@ -15,20 +15,9 @@ import torch
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import OVERFULL
 from tests.backends import cuda_cases as cases
-from tests.batches import Case
 
 pytestmark = pytest.mark.gpu
-CASE = Case(
-    seed=17,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=8,
-    top_k=3,
-    tokens=(301,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = cases.CASE
 NAN = float("nan")
 
 

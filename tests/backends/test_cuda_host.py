@@ -14,19 +14,8 @@ import torch
 from mok_megatron.function import FusedMoE, top_k_choices
 from mok_megatron.parameters import MainGradients
 from tests.backends import cuda_cases as cases
-from tests.batches import Case
 
-CASE = Case(
-    seed=23,
-    hidden=256,
-    ffn=192,
-    shared_ffn=128,
-    num_experts=8,
-    top_k=3,
-    tokens=(301,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = replace(cases.CASE, seed=23)
 pytestmark = pytest.mark.gpu
 
 

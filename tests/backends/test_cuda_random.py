@@ -19,21 +19,10 @@ import torch
 from mok_megatron.backends.reference import ReferenceBackend
 from tests.backends import cuda_cases as cases
 from tests.backends.cuda_loads import EDGES, LOADS, choices
-from tests.batches import Case
 
 gpu = pytest.mark.gpu
 MEDIAN = 1.005
-CASE = Case(
-    seed=23,
-    hidden=256,
-    ffn=192,
-    shared_ffn=0,
-    num_experts=16,
-    top_k=4,
-    tokens=(700,),
-    load="zipf",
-    dtype=torch.bfloat16,
-)
+CASE = replace(cases.CASE, seed=23, shared_ffn=0, num_experts=16, top_k=4, tokens=(700,))
 
 
 # The loads and the rule themselves: no GPU needed.

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import test_config, test_gradients, test_layer, test_parallelism, test_training
+from mok_megatron.config import ARGUMENT_RULES, RULES
+from tests import config_rows, test_gradients, test_layer, test_parallelism, test_training
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -31,7 +32,7 @@ def test_every_test_that_it_names_is_collected() -> None:
 
 
 def test_every_case_that_it_names_is_there() -> None:
-    works = {row.id for row in test_config.WORKS}
+    works = {row.id for row in config_rows.WORKS}
     assert flag_table.RUNS.keys() <= works
     assert works >= flag_table.IDLE
     for runs in (*flag_table.RUNS.values(), *flag_table.OF_TRAINING.values()):
@@ -41,7 +42,7 @@ def test_every_case_that_it_names_is_there() -> None:
 
 def test_every_rule_is_a_row() -> None:
     refused = [row for row in flag_table.rows() if row.verdict == "refused"]
-    rules = (*test_config.RULES, *test_config.ARGUMENT_RULES)
+    rules = (*RULES, *ARGUMENT_RULES)
     assert [row.why for row in refused] == [f"{rule.must}; {rule.remedy}" for rule in rules]
     assert all(row.tests for row in refused)
 

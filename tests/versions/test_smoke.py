@@ -27,7 +27,7 @@ DISPATCHERS = ("alltoall", "mok")
 
 
 def _everything_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
-    from tests.test_checkpoints import _load, _save
+    from tests import checkpoints
 
     _stand_in_for_the_tracker()
     tiny.set_up(expert_parallel=world)
@@ -38,9 +38,9 @@ def _everything_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
             assert bool(training.mok_layers()) == (dispatcher == "mok")
             found[f"{name}-{dispatcher}"] = training.run(STEPS)
             path = Path(folder, f"{name}-{dispatcher}")
-            _save(training, path)
+            checkpoints.save(training, path)
             reader = tiny.Training(dispatcher="mok", base=base)
-            _load(reader, path)
+            checkpoints.load(reader, path)
             reader.seek(STEPS)
             found[f"{name}-{dispatcher}->mok"] = reader.run(STEPS)
     for name, base in MODELS.items():  # after the trainings, which give the losses their scale
