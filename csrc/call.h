@@ -38,24 +38,28 @@ inline T* inside(const Tensor& room, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(room.mutable_data_ptr()) + offset);
 }
 
-// The group of a call: numbers are rank, Tmax, R, layer, and the hash of what must be the same on
-// all ranks. Without them: one rank.
+constexpr int64_t kCyclesPerSecond = 2'000'000'000;  // about
+
+// The group of a call: numbers are rank, Tmax, R, layer, the hash of what must be the same on all
+// ranks, and how many seconds a rank waits for the others' calls. Without them: one rank.
 struct Group {
-  int64_t ranks = 1, rank = 0, tokens = 0, rows = 0, layer = 0, settings = 0;
+  int64_t ranks = 1, rank = 0, tokens = 0, rows = 0, layer = 0, settings = 0, patience = 0;
   uint8_t* const* base = nullptr;
 
   static Group of(const std::optional<Tensor>& bases, const std::vector<int64_t>& numbers) {
     if (!bases) return {};
     check_tensor(*bases, "bases", ScalarType::Long, {-1}, 8);
-    STD_TORCH_CHECK(numbers.size() == 5,
-                    "mok: a group must have 5 numbers (rank, tokens, rows, layer, settings), got ",
-                    numbers.size());
+    STD_TORCH_CHECK(
+        numbers.size() == 6,
+        "mok: a group must have 6 numbers (rank, tokens, rows, layer, settings, patience), got ",
+        numbers.size());
     const Group g{.ranks = bases->size(0),
                   .rank = numbers[0],
                   .tokens = numbers[1],
                   .rows = numbers[2],
                   .layer = numbers[3],
                   .settings = numbers[4],
+                  .patience = numbers[5],
                   .base = static_cast<uint8_t* const*>(bases->const_data_ptr())};
     STD_TORCH_CHECK(g.ranks > 1 && g.ranks <= mok::kMaxRanks,
                     "mok: a group must have 2 to ",
@@ -71,6 +75,9 @@ struct Group {
     STD_TORCH_CHECK(g.rows > 0 && g.rows % 128 == 0 && g.rows <= INT32_MAX,
                     "mok: the rows of a rank must be a positive multiple of 128, got ",
                     g.rows);
+    STD_TORCH_CHECK(g.patience > 0 && g.patience <= INT32_MAX,
+                    "mok: ranks must wait for each other at least a second, got ",
+                    g.patience);
     return g;
   }
 
@@ -289,6 +296,7 @@ inline void open_forward(const Group& g, const Schedule& s, const Opening& o,
                       .admitted_start = nullptr,
                       .admitted_count = nullptr,
                       .admitted_faulty = nullptr,
+                      .patience = g.patience * kCyclesPerSecond,
                       .record = mok::exchange_fault_record(),
                       .fault = mok::fault_record(),
                       .ctas = ctas,
@@ -343,6 +351,7 @@ inline mok::Routing open_backward(const Group& g, const Schedule& s, const Openi
                       .admitted_start = inside<int32_t>(scratch, o.start),
                       .admitted_count = inside<int32_t>(scratch, o.count),
                       .admitted_faulty = inside<int32_t>(scratch, o.faulty),
+                      .patience = g.patience * kCyclesPerSecond,
                       .record = mok::exchange_fault_record(),
                       .fault = mok::fault_record(),
                       .ctas = ctas,
@@ -370,6 +379,7 @@ inline void open_refused(const Group& g, int64_t direction, int64_t choices, int
   mok::GatherArguments gather{};
   gather.peers = peers;
   gather.limit = limit;
+  gather.patience = g.patience * kCyclesPerSecond;
   gather.record = nullptr;  // the caller has an error of its own to raise
   gather.fault = mok::fault_record();
   gather.ctas = 1;

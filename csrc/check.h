@@ -88,7 +88,8 @@ struct Fault {
   uint32_t tag;  // Tag; 0 while nothing happened
   uint32_t cta;
   uint32_t thread;
-  uint32_t value;  // what the wait or the check saw
+  uint32_t value;     // what the wait or the check saw
+  uint32_t expected;  // of kStart and kCombineHome: the epoch of the call; else 0
 };
 
 // Process-wide record, pinned and mapped; null only before the first launch.

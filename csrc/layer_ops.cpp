@@ -380,6 +380,15 @@ std::vector<int64_t> take_exchange_fault() {
   return words;
 }
 
+// What stopped a launch, at any time and from any thread: tag (0: nothing), CTA, thread, value,
+// expected, as in check.h.
+std::vector<int64_t> stopped() {
+  mok::Fault* const fault = mok::fault_record();
+  if (fault == nullptr) return {0, 0, 0, 0, 0};
+  const uint32_t tag = std::atomic_ref<uint32_t>(fault->tag).load(std::memory_order_acquire);
+  return {tag, fault->cta, fault->thread, fault->value, fault->expected};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
@@ -400,6 +409,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("load_kernels() -> ()");
   m.def("exchange_fault_address() -> int");
   m.def("take_exchange_fault() -> int[]");
+  m.def("stopped() -> int[]");
+  m.def("check_stopped() -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
@@ -414,4 +425,6 @@ STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("load_kernels", TORCH_BOX(&load_kernels));
   m.impl("exchange_fault_address", TORCH_BOX(&exchange_fault_address));
   m.impl("take_exchange_fault", TORCH_BOX(&take_exchange_fault));
+  m.impl("stopped", TORCH_BOX(&stopped));
+  m.impl("check_stopped", TORCH_BOX(&check_fault));
 }

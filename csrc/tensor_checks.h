@@ -157,6 +157,8 @@ inline void check_fault() {
                   fault->thread,
                   ", saw ",
                   fault->value,
+                  ", for ",
+                  fault->expected,
                   "); this process cannot go on");
 }
 

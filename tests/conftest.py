@@ -5,7 +5,16 @@ Files marked `slow` come first, so that of two workers neither is left with one 
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
+
 import pytest
+
+# Records of the faults that tests make, also in processes that they start.
+os.environ["MOK_RECORDS"] = tempfile.mkdtemp(prefix="mok-records-of-tests-")
+atexit.register(shutil.rmtree, os.environ["MOK_RECORDS"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,8 +151,11 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   const uint32_t epoch = part<Control>(group, group.rank, group.at.control)->epoch;
   const uint32_t g = epoch % kGenerations;
   if (threadIdx.x < group.ranks) {  // thread p waits for rank p
-    start[threadIdx.x] = await_start(
-        part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x, epoch, a.fault);
+    start[threadIdx.x] =
+        await_start(part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x,
+                    epoch,
+                    a.patience,
+                    a.fault);
   }
   __syncthreads();
   if (threadIdx.x == 0) found = judge(start, group.ranks, a.limit);

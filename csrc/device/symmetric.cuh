@@ -12,6 +12,14 @@ __device__ __forceinline__ T* part(const Peers& group, int rank, int64_t offset)
   return reinterpret_cast<T*>(group.base[rank] + offset);
 }
 
+// fail, with the epoch that did not come. It is written first: whoever waits, waits for the same.
+[[noreturn]] __device__ __forceinline__ void fail_awaiting(Fault* fault, Tag tag, uint32_t seen,
+                                                           uint32_t epoch) {
+  if (fault != nullptr) fault->expected = epoch;
+  __threadfence_system();
+  fail(fault, tag, seen);
+}
+
 // ---- start: a rank's call is published
 
 // What this thread has seen written is there for who has seen `to`'s epoch.
@@ -28,13 +36,15 @@ __device__ __forceinline__ void send_start(Start* to, const Start& start) {
 
 // An entry is not written again before this call has ended here, so its epoch cannot be passed
 // over.
-__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, Fault* fault) {
+// The other rank may be held up for as long as the host allows: patience, in cycles.
+__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, int64_t patience,
+                                             Fault* fault) {
   const auto* const words = reinterpret_cast<const uint32_t*>(from);
   const long long began = clock64();
   for (;;) {
     const uint32_t seen = load_acquire_system(words);
     if (seen == epoch) break;
-    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kStart, seen);
+    if (clock64() - began > patience) fail_awaiting(fault, Tag::kStart, seen, epoch);
   }
   constexpr int kWords = sizeof(Start) / sizeof(int32_t);
   Start start;
@@ -63,7 +73,7 @@ __device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epo
     const uint64_t both = load_acquire_system(word);
     const auto seen = static_cast<uint32_t>(both);
     if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
-    if (clock64() - began > kDeadlineCycles) fail(fault, Tag::kCombineHome, seen);
+    if (clock64() - began > kDeadlineCycles) fail_awaiting(fault, Tag::kCombineHome, seen, epoch);
   }
 }
 

@@ -51,7 +51,13 @@ from torch.distributed import ProcessGroup
 
 from mok_megatron.backends import faults, library
 from mok_megatron.backends.ranks import Ranks
-from mok_megatron.backends.rules import dy_fault, places_fault, tokens_fault, weights_fault
+from mok_megatron.backends.rules import (
+    CallFault,
+    dy_fault,
+    places_fault,
+    tokens_fault,
+    weights_fault,
+)
 from mok_megatron.backends.tables import Tables, Watch, stream_of
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import (
@@ -126,8 +132,8 @@ class CudaBackend:
         if torch.is_grad_enabled():  # never inside autograd's node
             with torch.no_grad():
                 return self.forward(x_TH, expert_TK, prob_TK, weights)
-        call = self._ranks.call(len(x_TH))
-        with self._ranks.opening("forward"):
+        call = self._ranks.call("forward", len(x_TH))
+        with self._ranks.opening():
             self.check()
             _raise(tokens_fault(self.shape, self._ranks.rank, x_TH, expert_TK, prob_TK))
             watch = self._look_at(weights, "forward", x_TH.device)
@@ -149,6 +155,7 @@ class CudaBackend:
             )
         except RuntimeError as error:
             raise self._ranks.ended(faults.out_of_memory(error, "forward", x_TH)) from None
+        self._ranks.calls.end()
         return y_TH, Context(tensors=(x_TH, *kept))
 
     def backward(
@@ -162,8 +169,8 @@ class CudaBackend:
             with torch.no_grad():
                 return self.backward(context, dy_TH, weights, into)
         x_TH, *kept = context.tensors
-        call = self._ranks.call(len(x_TH))
-        with self._ranks.opening("backward"):
+        call = self._ranks.call("backward", len(x_TH))
+        with self._ranks.opening():
             self.check()
             _raise(dy_fault(self._ranks.rank, x_TH, dy_TH))
             watch = self._look_at(weights, "backward", x_TH.device)
@@ -198,6 +205,7 @@ class CudaBackend:
             )
         except RuntimeError as error:
             raise self._ranks.ended(faults.out_of_memory(error, "backward", x_TH)) from None
+        self._ranks.calls.end()
         if places.outside is not None:
             plan = self._plan(context)
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
@@ -487,4 +495,4 @@ def _zero(into: WeightGradients) -> None:
 
 def _raise(fault: str | None) -> None:
     if fault is not None:
-        raise RuntimeError(f"mok: {fault}")
+        raise CallFault(fault, "arguments")

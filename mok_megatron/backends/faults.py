@@ -6,22 +6,31 @@ For that, every step of a torch.optim.Optimizer (Megatron's optimizers hold one 
 for the current stream, which Megatron's reading of the gradient norm has done just before. So no
 parameter changes after a fault on this rank. On other ranks the gradient norm is NaN then, which
 Megatron's --check-for-nan-in-loss-and-grad (its default) stops.
+
+A wait of the device that ends by its deadline stops the launch: the context is dead, and torch
+raises at whatever it does next. Its record (check.h's) outlives that, and a thread of the host,
+which looks at it once a second, writes down who was waited for, in which call.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import re
 import struct
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mok_megatron.backends.rules import not_finite
+from mok_megatron.backends import calls
+from mok_megatron.backends.rules import CallFault, not_finite
 from mok_megatron.contract import OVERFULL
 
 _DUPLICATE, _NOT_FINITE = 2, 3  # RouteFaultKind in csrc/layer_arguments.h
@@ -33,6 +42,8 @@ _FIELDS: dict[int, tuple[str, dict[int, str]]] = {
     4: ("row buffers of", {}),
     5: ("fingerprint of shape, flags and version", {}),
 }
+_START, _COMBINE_HOME = 18, 19  # Tag in csrc/check.h: waits for another rank
+_LOOK_S, _SETTLE_S = 1.0, 0.1
 _NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
 
 
@@ -51,8 +62,11 @@ class Found:
 
 @cache
 def record() -> Found:
-    """Of this process; from now on every optimizer step looks at it too. Needs the library."""
+    """Of this process; from now on every optimizer step looks at it too, and a thread and the end
+    of the process look whether the device has stopped a launch. Needs the library."""
     found = Found()
+    threading.Thread(target=_watch, name="mok-watch", daemon=True).start()
+    atexit.register(look_for_stopped)
 
     def before_step(*_: object) -> None:
         if not torch.cuda.is_current_stream_capturing():
@@ -66,11 +80,76 @@ def record() -> Found:
 
 def raise_found() -> None:
     """Raises RuntimeError for the first fault of the choices, or of a call of several ranks, if
-    there is one, and forgets it."""
+    there is one, and forgets it; written down as found in the call made last."""
+    error = None
     if (words := torch.ops.mok_megatron.take_route_fault())[0]:
-        raise RuntimeError(describe(words))
-    if (words := torch.ops.mok_megatron.take_exchange_fault())[0]:
-        raise RuntimeError(describe_call(words))
+        kind, most = "probability" if words[0] == _NOT_FINITE else "choice", words[-1]
+        error = _fault(describe(words), kind, words[2] // most if most else None)
+    elif (words := torch.ops.mok_megatron.take_exchange_fault())[0]:
+        kind = {_TOKENS: "tokens", _ROWS: "rows"}.get(words[0], "desync")
+        error = _fault(describe_call(words), kind, words[1])
+    if error is None:
+        return
+    if (last := calls.latest()) is not None:
+        last.phase = "an earlier call"
+        last.failed(error)
+    raise error
+
+
+def _fault(text: str, kind: str, rank: int | None) -> CallFault:
+    return CallFault(text.removeprefix("mok: "), kind, rank)
+
+
+def _watch() -> None:
+    while not look_for_stopped():
+        time.sleep(_LOOK_S)
+
+
+_lock = threading.Lock()
+_looked: list[bool] = []  # whether a stopped launch has been written down
+
+
+def look_for_stopped() -> bool:
+    """Whether the device has stopped a launch, since a wait of its own took too long or a table was
+    wrong. Written down the first time: the process may hear of it from torch alone, or never, where
+    it is waiting for the device when its launcher ends it."""
+    with _lock:
+        if not _looked and stopped()[0]:
+            _looked.append(True)
+            time.sleep(_SETTLE_S)  # the tag is written first
+            _write_stopped(stopped(), _why_stopped())
+        return bool(_looked)
+
+
+def stopped() -> list[int]:
+    """tag, CTA, thread, value and expected of check.h's Fault; tag 0: nothing was stopped."""
+    return list(torch.ops.mok_megatron.stopped())
+
+
+def _why_stopped() -> str:
+    try:
+        torch.ops.mok_megatron.check_stopped()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _write_stopped(words: Sequence[int], text: str) -> None:
+    last = calls.latest()
+    if last is None:
+        return
+    tag, _, thread, seen, epoch = words
+    between = tag in (_START, _COMBINE_HOME)
+    last.phase = text.partition("launch failed: ")[2].partition(" (CTA")[0]
+    last.of_epoch(epoch if between else 0)
+    blamed = [thread] if tag == _START else [] if between else [last.place.own]
+    record = replace(
+        last.record("wait" if between else "error", text, blamed),
+        counter="epoch of the call" if between else "progress of the launch",
+        expected=epoch if between else None,
+        seen=seen,
+    )
+    last.write_wait(record)
 
 
 def describe(words: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ none waits. So every forward and backward is one call of the group, whether it r
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mok_megatron.backends import workspace
+from mok_megatron.backends import faults, workspace
+from mok_megatron.backends.calls import Calls
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import MoEShape
 from mok_megatron.limits import (
@@ -32,9 +33,8 @@ from mok_megatron.limits import (
 )
 from mok_megatron.peers import gib
 
+_VIRTUAL_S = 10  # how long virtual ranks wait for each other
 _DIRECTIONS = {"forward": 1, "backward": 2}  # CallDirection in csrc/workspace.h
-
-_layers: Counter[tuple[str, int, int]] = Counter()
 
 
 class Ranks:
@@ -63,21 +63,37 @@ class Ranks:
             "row_budget": row_budget,
             "arguments": arguments,
         }
-        self._direction = ""
+        self.calls = Calls("cuda", shape, group if self.several else None)
+        self._patience_s = _VIRTUAL_S
 
-    def call(self, tokens: int) -> tuple[Tensor | None, list[int]]:
-        """`bases` and `group` of the ops forward and backward; of one rank (None, []).
+    def call(self, direction: str, tokens: int) -> tuple[Tensor | None, list[int]]:
+        """Begins a call. `bases` and `group` of the ops forward and backward; of one rank (None,
+        []).
 
         tokens: T of this rank. The first call of a group and shape makes its workspace, on all
         ranks together, and raises as workspace.of does.
         """
+        self.calls.begin(direction, tokens)
         if not self.several:
             return None, []
         if self._given is None:
             self._given = self._join(tokens)
+        if torch.cuda.is_current_stream_capturing():
+            self.calls.place.captured = True
+        return self._numbers()
+
+    def _numbers(self) -> tuple[Tensor, list[int]]:
+        assert self._given is not None, "no call has begun"
         space, layer = self._given
         limits = space.limits
-        return space.bases_P, [space.rank, limits.tokens, limits.rows, layer, space.settings]
+        return space.bases_P, [
+            space.rank,
+            limits.tokens,
+            limits.rows,
+            layer,
+            space.settings,
+            self._patience_s,
+        ]
 
     @property
     def rank(self) -> int:
@@ -85,26 +101,37 @@ class Ranks:
         return self._given[0].rank if self._given is not None else 0
 
     @contextmanager
-    def opening(self, direction: str) -> Iterator[None]:
-        """Around what comes before the op of a call: an error there is told to the other ranks."""
-        self._direction = direction
+    def opening(self) -> Iterator[None]:
+        """Around what comes before the op of a call: an error there is told to the other ranks, and
+        written down."""
+        self.calls.phase = "its arguments"
         try:
             yield
-        except RuntimeError:
-            self._refuse()
+        except RuntimeError as error:
+            try:
+                self._refuse()
+            finally:
+                self.calls.failed(error)
             raise
 
     def ended(self, error: RuntimeError) -> RuntimeError:
-        """The error of a call's op. There was no memory: then it had not begun, and is refused."""
-        if isinstance(error, torch.OutOfMemoryError):
-            self._refuse()
+        """The error of a call's op, written down. There was no memory: then it had not begun, and
+        is refused."""
+        self.calls.phase = "its launch"
+        try:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._refuse()
+            else:
+                faults.look_for_stopped()
+        finally:
+            self.calls.failed(error)
         return error
 
     def _refuse(self) -> None:
         if self.several and not torch.cuda.is_current_stream_capturing():
-            bases_P, numbers = self.call(0)
+            direction = _DIRECTIONS[self.calls.now.direction]
             torch.ops.mok_megatron.refuse(
-                bases_P, numbers, _DIRECTIONS[self._direction], self.shape.top_k, self.shape.hidden
+                *self._numbers(), direction, self.shape.top_k, self.shape.hidden
             )
 
     @property
@@ -138,14 +165,27 @@ class Ranks:
 
     def _join(self, tokens: int) -> tuple[Workspace, int]:
         assert self._group is not None, "several ranks have a group"
-        space = workspace.of(
-            self._group,
-            self.shape,
-            self._device,
-            tokens,
-            load=lambda: torch.ops.mok_megatron.load_kernels(),
-            **self._flags,
-        )
-        key = (self._group.group_name, self.shape.hidden, self.shape.top_k)
-        _layers[key] += 1
-        return space, _layers[key]
+        self._patience_s = patience_s(self._group)
+        self.calls.phase = "making the workspace"
+        try:
+            space = workspace.of(
+                self._group,
+                self.shape,
+                self._device,
+                tokens,
+                load=lambda: torch.ops.mok_megatron.load_kernels(),
+                **self._flags,
+            )
+        except RuntimeError as error:
+            self.calls.failed(error)
+            raise
+        return space, self.calls.layer
+
+
+def patience_s(group: ProcessGroup) -> int:
+    """Seconds that a rank waits for the others to make the call that it is in: the time limit of
+    the group, which Megatron's --distributed-timeout-minutes sets; at least 1."""
+    kinds = [torch.device(name) for name in ("cuda", "cpu")]
+    devices = [device for device in kinds if device in group._device_types]
+    limit = group._get_backend(devices[0]).options._timeout
+    return max(math.ceil(limit.total_seconds()), 1)

@@ -14,9 +14,10 @@ Order     Rows: expert, source rank, token, choice (a stable sort), for any numb
 Memory    The context holds x itself, the route of the rows and g|u of the R rows received. In
           backward x travels again, beside dy, and a is recomputed. No state survives a call.
 Faults    A call starts with one small gather in which every rank says whether its own arguments are
-          sound; expert ids are checked by every rank for all ranks. So all ranks raise, in the same
-          words, before a row moves. A rank that fails later (out of memory) or dies leaves its
-          peers to the time limit of the process group.
+          sound, and which call of which layer it makes; expert ids are checked by every rank for
+          all ranks. So all ranks raise, in the same words, before a row moves. A rank that fails
+          later (out of memory) or dies leaves its peers to the time limit of the process group.
+          What is raised is written down (calls.py), with who did not take part.
 Host      The host reads the row counts, which synchronises with a GPU.
 """
 
@@ -33,7 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mok_megatron.backends.rules import backward_fault, check_choices, forward_fault
+from mok_megatron.backends.calls import Calls
+from mok_megatron.backends.rules import (
+    CallFault,
+    backward_fault,
+    check_choices,
+    forward_fault,
+)
 from mok_megatron.contract import (
     Context,
     Gradients,
@@ -63,11 +70,17 @@ class ReferenceBackend:
         self, x_TH: Tensor, expert_TK: Tensor, prob_TK: Tensor, weights: Weights
     ) -> tuple[Tensor, Context]:
         """y_TH [T, H] and the context; arguments and errors as in contract.Backend."""
+        with self._ranks.calls.call("forward", _length(x_TH)):
+            return self._forward(x_TH, expert_TK, prob_TK, weights)
+
+    def _forward(
+        self, x_TH: Tensor, expert_TK: Tensor, prob_TK: Tensor, weights: Weights
+    ) -> tuple[Tensor, Context]:
         rank = self._ranks.rank
         fault = forward_fault(self.shape, rank, x_TH, expert_TK, prob_TK, weights)
         tokens_P = self._ranks.agree("forward", fault, x_TH.shape[0] if fault is None else 0, x_TH)
         padding = (0, 0, 0, max(tokens_P) - len(expert_TK))
-        expert_PTK = self._ranks.gather(F.pad(expert_TK, padding, value=-1))
+        expert_PTK = self._ranks.gather("choices", F.pad(expert_TK, padding, value=-1))
         check_choices(expert_PTK, self.shape.num_experts)
 
         route = _Route.of(expert_PTK, rank, self.shape)
@@ -98,6 +111,12 @@ class ReferenceBackend:
 
         dy_TH [T, H] like the forward's x. Raises RuntimeError on every rank when one rank's is not.
         """
+        with self._ranks.calls.call("backward", _length(context.tensors[0])):
+            return self._backward(context, dy_TH, weights, into)
+
+    def _backward(
+        self, context: Context, dy_TH: Tensor, weights: Weights, into: WeightGradients
+    ) -> Gradients:
         route, x_TH, h_R, prob_R, shared_h_TS = _Route.restore(context, self.shape)
         fault = backward_fault(self._ranks.rank, x_TH, dy_TH, weights, into)
         self._ranks.agree("backward", fault, x_TH.shape[0], x_TH)
@@ -137,6 +156,10 @@ class ReferenceBackend:
             rows_L=torch.tensor(route.rows_L, device=route.source_R3.device),
             source_R3=route.source_R3,
         )
+
+
+def _length(x_TH: Tensor) -> int:
+    return len(x_TH) if x_TH.dim() else 0
 
 
 # One expert: its rows and its two weights. The shared expert is one whose every probability is 1.
@@ -362,14 +385,16 @@ class _Ranks:
         self.group = group if size > 1 else None
         self.size = size
         self.rank = 0 if group is None else group.rank()
-        self._layer = zlib.crc32(repr(shape).encode())
+        self.calls = Calls("reference", shape, self.group)
+        self._shape = zlib.crc32(repr(shape).encode())
 
-    def gather(self, values: Tensor) -> Tensor:
-        """[...] of the same shape on every rank -> [P, ...]."""
+    def gather(self, phase: str, values: Tensor) -> Tensor:
+        """[...] of the same shape on every rank -> [P, ...]. phase: what it is for, in words."""
         if self.group is None:
             return values.unsqueeze(0)
         gathered = values.new_empty(self.size, *values.shape)
-        dist.all_gather_into_tensor(gathered.flatten(), values.flatten(), group=self.group)
+        with self.calls.waiting(f"the gather of {phase}"):
+            dist.all_gather_into_tensor(gathered.flatten(), values.flatten(), group=self.group)
         return gathered
 
     def agree(
@@ -384,41 +409,50 @@ class _Ranks:
         `like` tells the device. Raises RuntimeError on every rank, with the words of the lowest
         rank that found a fault.
         """
-        header = [fault is not None, direction == "backward", self._layer, tokens]
-        headers = self.gather(torch.tensor(header, dtype=torch.int64, device=like.device)).tolist()
+        now = self.calls.now
+        header = [fault is not None, direction == "backward", self._shape, now.layer, now.number]
+        row = torch.tensor([*header, tokens], dtype=torch.int64, device=like.device)
+        headers = self.gather("headers", row).tolist()
         if any(faulty for faulty, *_ in headers):
             words = (fault or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-            words_PB = self.gather(torch.tensor(list(words), dtype=torch.uint8, device=like.device))
+            row = torch.tensor(list(words), dtype=torch.uint8, device=like.device)
+            words_PB = self.gather("faults", row)
             rank = next(rank for rank, header in enumerate(headers) if header[0])
             text = bytes(words_PB[rank].tolist()).rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(f"mok: {text}")
-        for rank, (_, backward, layer, _) in enumerate(headers):
-            if backward != headers[0][1] or layer != headers[0][2]:
-                calls = ["backward" if header[1] else "forward" for header in headers]
-                raise RuntimeError(
-                    "mok: all ranks must make the same call of the same layer, got "
-                    f"{calls[0]} on expert parallel rank 0 and {calls[rank]} on {rank}"
-                    f"{'' if layer == headers[0][2] else ' with other sizes'}; "
-                    "call every MoE layer in the same order everywhere, with or without tokens"
+            raise CallFault(text, "arguments", rank)
+        for rank, header in enumerate(headers):
+            if header[1:5] != headers[0][1:5]:
+                first, other = (
+                    f"{'backward' if backward else 'forward'} of layer {layer} as call {number}"
+                    for _, backward, _, layer, number, _ in (headers[0], header)
+                )
+                sizes = "" if header[2] == headers[0][2] else " with other sizes"
+                raise CallFault(
+                    "all ranks must make the same call of the same layer, got "
+                    f"{first} on expert parallel rank 0 and {other}{sizes} on {rank}; "
+                    "call every MoE layer in the same order everywhere, with or without tokens",
+                    "desync",
+                    rank,
                 )
         return tuple(tokens for *_, tokens in headers)
 
     def dispatch(self, rows_N: Tensor, route: _Route) -> Tensor:
         """Rows at home, in the order of `slot_N` -> rows at their experts, in schedule order."""
-        arrived = self._exchange(rows_N, route.send_P, route.receive_P)
+        arrived = self._exchange("dispatch", rows_N, route.send_P, route.receive_P)
         rows_R = torch.empty_like(arrived)
         rows_R[route.arrive_R] = arrived
         return rows_R
 
     def combine(self, rows_R: Tensor, route: _Route) -> Tensor:
         """The inverse of `dispatch`: every row goes home."""
-        return self._exchange(rows_R[route.arrive_R], route.receive_P, route.send_P)
+        return self._exchange("combine", rows_R[route.arrive_R], route.receive_P, route.send_P)
 
     def _exchange(
-        self, rows: Tensor, send_P: tuple[int, ...], receive_P: tuple[int, ...]
+        self, phase: str, rows: Tensor, send_P: tuple[int, ...], receive_P: tuple[int, ...]
     ) -> Tensor:
         if self.group is None:
             return rows
         received = rows.new_empty(sum(receive_P), *rows.shape[1:])
-        dist.all_to_all_single(received, rows, list(receive_P), list(send_P), group=self.group)
+        with self.calls.waiting(phase):
+            dist.all_to_all_single(received, rows, list(receive_P), list(send_P), group=self.group)
         return received

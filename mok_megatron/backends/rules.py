@@ -15,6 +15,17 @@ from torch import Tensor
 from mok_megatron.contract import OVERFULL, MoEShape, WeightGradients, Weights
 
 
+class CallFault(RuntimeError):
+    """A call that breaks a rule, in the words `mok: rule, got value; remedy`.
+
+    kind: as in records.Record. rank: of the group, whose fault it is; None: nobody's, or not known.
+    """
+
+    def __init__(self, text: str, kind: str, rank: int | None = None) -> None:
+        super().__init__(f"mok: {text}")
+        self.kind, self.rank = kind, rank
+
+
 def forward_fault(
     shape: MoEShape,
     rank: int,
@@ -156,21 +167,25 @@ def places_fault(rank: int, weights: Weights, into: WeightGradients) -> str | No
 def check_choices(expert_PTK: Tensor, num_experts: int) -> None:
     """All ranks' choices int32 [P, T, K]: ids in [-1, E), none twice in a token.
 
-    Raises RuntimeError; every rank holds the same tensor, hence raises the same words.
+    Raises CallFault; every rank holds the same tensor, hence raises the same words.
     """
     beyond = (expert_PTK < -1) | (expert_PTK >= num_experts)
     if beyond.any():
         rank, token, slot = beyond.nonzero()[0].tolist()
         if expert_PTK[rank, token, slot] == OVERFULL:
-            raise RuntimeError(
-                f"mok: a token may choose at most {expert_PTK.shape[2]} experts, got more routes "
+            raise CallFault(
+                f"a token may choose at most {expert_PTK.shape[2]} experts, got more routes "
                 f"at token {token} on expert parallel rank {rank}; set --moe-router-topk to what "
-                "the router really chooses"
+                "the router really chooses",
+                "choice",
+                rank,
             )
-        raise RuntimeError(
-            f"mok: an expert id must be -1 or in [0, {num_experts}), got "
+        raise CallFault(
+            f"an expert id must be -1 or in [0, {num_experts}), got "
             f"{int(expert_PTK[rank, token, slot])} at token {token}, slot {slot} on expert "
-            f"parallel rank {rank}; make the ids with mok_megatron.function.top_k_choices"
+            f"parallel rank {rank}; make the ids with mok_megatron.function.top_k_choices",
+            "choice",
+            rank,
         )
     ordered = expert_PTK.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
@@ -178,10 +193,12 @@ def check_choices(expert_PTK: Tensor, num_experts: int) -> None:
         rank, token, position = twice.nonzero()[0].tolist()
         expert = int(ordered[rank, token, position])
         slots = (expert_PTK[rank, token] == expert).nonzero().flatten().tolist()
-        raise RuntimeError(
-            f"mok: a token may choose an expert only once, got expert {expert} at token {token}, "
+        raise CallFault(
+            f"a token may choose an expert only once, got expert {expert} at token {token}, "
             f"slots {slots} on expert parallel rank {rank}; "
-            "make the ids with mok_megatron.function.top_k_choices"
+            "make the ids with mok_megatron.function.top_k_choices",
+            "choice",
+            rank,
         )
 
 

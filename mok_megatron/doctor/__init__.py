@@ -4,6 +4,7 @@
     probes.py        facts for which torch or the driver must be touched, by processes that may die
     trial.py         a small layer, by a backend and by a dense float64 layer
     determinism.py   the same layer again and again, in processes of their own: the same bytes?
+    merge.py         --merge: which rank of a failed run was first
     finding.py       what a check is, and what it finds
     software.py      checks of what is installed, and for which GPUs
     surroundings.py  checks of links, memory, limits, variables, and the trials

@@ -1,7 +1,8 @@
 """python -m mok_megatron.doctor: the facts, the findings, and an exit code.
 
 Exit codes: 0 this machine can run what was asked, 1 it cannot (or --determinism saw different
-bytes), 2 wrong usage, 130 Ctrl-C.
+bytes), 2 wrong usage, 130 Ctrl-C. --merge: 0 the newest run's first rank is known, 1 it is not, or
+a record is damaged.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 from mok_megatron import __version__
 from mok_megatron.config import BACKENDS
-from mok_megatron.doctor import determinism
+from mok_megatron.doctor import determinism, merge
 from mok_megatron.doctor.finding import Finding
 from mok_megatron.doctor.judge import CHECKS, examine, judged
 from mok_megatron.doctor.machine import Machine, gather
@@ -28,12 +30,20 @@ warning   it runs, but slower, or not for everybody
 error     it does not run; the line with -> says what to do
 
 exit code: 0 the machine can run the backend, 1 it cannot (or bytes differ), 2 wrong usage
+--merge:   0 the newest run's first rank is known, 1 it is not, or a record is damaged
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; `arguments` default to the command line's. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.merge is not None:
+        if not options.merge.is_dir():
+            parser.error(f"--merge needs a directory of records, got {options.merge}")
+        answer = merge.merge(options.merge)
+        print(json.dumps(answer) if options.json else merge.render(answer))
+        return merge.exit_code(answer)
     if sys.stderr.isatty():
         print("mok: asking torch, the driver and the GPUs (seconds) ...", file=sys.stderr)
     machine = gather(options.limit)
@@ -111,6 +121,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help=f"also run a small layer {determinism.REPEATS} times in each of "
         f"{determinism.PROCESSES} processes, and compare all bytes of its results",
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        metavar="DIR",
+        help="instead: read the records that the ranks of a failed run have left in DIR, and say "
+        "which rank was first, or did not arrive",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all facts")
     parser.add_argument(

@@ -6,16 +6,21 @@ They take turns on the GPU: a wait for another rank lasts until its turn comes.
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mok_megatron import peers
-from mok_megatron.backends import choose, workspace
+from mok_megatron import peers, records
+from mok_megatron.backends import calls, choose, workspace
 from mok_megatron.backends.cuda import CudaBackend
+from mok_megatron.doctor import merge
 from tests.backends import cuda_cases as cases
 from tests.backends import cuda_ranks as virtual
 from tests.backends.cuda_cases import Problem
@@ -163,6 +168,42 @@ def test_all_ranks_hear_of_a_fault() -> None:
         assert "at most 110 tokens, got 120 on expert parallel rank 1" in later
         assert "must make the same calls in the same order, got layer" in skipped
         assert [later_good, good, last] == ["finite"] * 3
+
+
+def _stopped(rank: int, world: int, folder: str) -> None:
+    """Rank 1 stops between two calls; rank 0, once its record names it, ends both."""
+    import torch.distributed as dist
+
+    os.environ |= {peers.OVERLAP: "1", records.VARIABLE: folder}
+    torch.cuda.set_device(0)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=15))
+    backend = _backend(replace(Problem.of(CASE).shape, ep_size=world), group)
+    _, mine = _parts(group, [50] * world)
+    assert _forward(backend, mine) == "finite"
+    torch.cuda.synchronize()
+    peers.gather(group, [0])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _forward(backend, mine)  # torch's words: the launch has failed
+    while not records.read(Path(folder))[0]:
+        time.sleep(0.1)
+    os.kill(calls.place_of(group).processes[1][1], signal.SIGKILL)
+    os._exit(3)
+
+
+def test_a_stopped_rank_is_written_down_by_those_who_wait(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="died with exit code"):
+        run_ranks(2, _stopped, str(tmp_path), deadline=90)
+    answer = merge.merge(tmp_path)
+    (found,) = answer["incidents"]
+    assert found["what"].startswith("rank 1 did not arrive at call 2 (layer 1, forward)")
+    assert "is stopped" in found["what"]
+    (record,) = found["records"]
+    assert (record["kind"], record["rank"], record["expected"]) == ("wait", 0, 2)
+    assert record["phase"].startswith("gather waited for the start")
+    assert record["seen"] == 0  # the other generation's first
+    assert record["device"].startswith("cuda:0, ")
+    assert 15 <= record["waited_s"] < 30
 
 
 def test_freed_memory_is_free() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 
-from mok_megatron.backends import workspace
+from mok_megatron.backends import calls, ranks, workspace
 from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.limits import Limits
 from tests.backends.test_workspace import LIMITS, SHAPE
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -44,10 +46,29 @@ def test_the_first_call_joins_with_the_flags_and_counts_layers(
         return Workspace(torch.zeros(8, dtype=torch.uint8), [0, 0], 1, LIMITS, 77)
 
     monkeypatch.setattr(workspace, "of", of)
-    group = type("Group", (), {"group_name": "a test's"})()
+    group = type("Group", (), {"group_name": "a test's", "rank": lambda self: 1})()
+    monkeypatch.setattr(calls.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(ranks, "patience_s", lambda group: 60)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    met = []
+    monkeypatch.setattr(calls, "_meet", lambda place, group: met.append(setattr(place, "run", "5")))
     flags = {"max_tokens": 9, "row_budget": 2.0, "arguments": None}
     layers = [Ranks(SHAPE, group, CPU, **flags) for _ in range(2)]
-    numbers = [layer.call(tokens)[1] for layer in layers for tokens in (5, 6)]
+    numbers = [layer.call("forward", tokens)[1] for layer in layers for tokens in (5, 6)]
     given = {"given_tokens": 9, "row_budget": 2.0, "arguments": None}
+    assert len(met) == 1
+    assert [layer.calls.now.number for layer in layers] == [2, 4]
     assert asked == [(SHAPE, 5, given), (SHAPE, 5, given)]
-    assert numbers == [[1, 16, 384, layer, 77] for layer in (1, 1, 2, 2)]
+    assert numbers == [[1, 16, 384, layer, 77, 60] for layer in (1, 1, 2, 2)]
+
+
+def _patience(rank: int, world: int) -> list[int]:
+    import torch.distributed as dist
+
+    limits = (timedelta(seconds=0.5), timedelta(minutes=7))
+    groups = [dist.new_group([0, 1], timeout=limit) for limit in limits]
+    return [ranks.patience_s(group) for group in groups]
+
+
+def test_ranks_wait_as_long_as_their_group_does() -> None:
+    assert run_ranks(2, _patience, deadline=60) == [[1, 420]] * 2

@@ -231,7 +231,7 @@ def test_all_ranks_raise_the_same_words(world: int, culprit: int) -> None:
         for place, value in values.items():
             pattern = pattern.replace(place, str(value))
         assert re.search(pattern, said[name]), (name, pattern, said[name])
-        assert re.fullmatch(r"mok: .+, got .+; .+", said[name]), said[name]
+        assert re.fullmatch(r"mok: .+, got .+; .+\nmok: found in call .+", said[name]), said[name]
 
 
 def _faults_on_both_and_desynchronised(rank: int, world: int) -> list[str]:
@@ -259,8 +259,10 @@ def test_two_faults_and_ranks_in_different_calls() -> None:
     said, others = run_ranks(2, _faults_on_both_and_desynchronised, deadline=60)
     assert said == others
     assert "got [5, 3] in torch.float32 on expert parallel rank 0" in said[0]
-    assert "got forward on expert parallel rank 0 and backward on 1; call" in said[1]
-    assert "forward on expert parallel rank 0 and forward on 1 with other sizes; call" in said[2]
+    where = " on expert parallel rank 0 and "
+    assert f"got forward of layer 1 as call 3{where}backward of layer 1 as call 3 on 1" in said[1]
+    words = "forward of layer 2 as call 4 with other sizes on 1; call every"
+    assert f"forward of layer 1 as call 4{where}{words}" in said[2]
 
 
 def test_a_group_of_another_size_is_refused() -> None:
