@@ -62,6 +62,7 @@ class Small:
         return [*numbers, *(tokens or (1,) * (self.ranks * self.calls))]
 
 
+_SAY_SECONDS = 30  # between two lines of progress; drawing makes about 1,300 schedules a second
 # In seconds.
 SMALL = {
     "three-calls": Small(calls=3),
@@ -170,11 +171,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 | {"complete": found.complete}
             )
         began, steps = time.monotonic(), 0
+        said = began
         for first in range(0, options.schedules, 1000):
             count = min(1000, options.schedules - first)
             held, more, fault = protocol.wander(seed, count, first=first)
             steps += more
             assert not fault, f"schedule {first + held} of seed {seed}: {fault}"
+            if time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                print(f"{first + held} schedules of seed {seed}, {said - began:.0f} s", flush=True)
         print(f"{options.schedules} schedules of seed {seed}, {steps} steps: no fault", flush=True)
         lines.append(
             {"what": "drawn orders of the protocol, up to 8 ranks", "schedules": options.schedules}
