@@ -18,7 +18,7 @@ from torch import Tensor
 from mok_megatron.backends import workspace
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.contract import Context, Gradients, MoEShape, WeightGradients, Weights
-from mok_megatron.limits import Limits, row_capacity
+from mok_megatron.limits import Limits, row_buffer_bytes, row_capacity
 from tests.backends import cuda_cases as cases
 from tests.backends.cuda_cases import Problem, Result
 
@@ -30,12 +30,14 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The virtual ranks of one layer. streams: one a rank; none is the default stream."""
+    """The virtual ranks of one layer. streams: one a rank; none is the default stream. room: bytes
+    that torch's allocator holds for each."""
 
     shape: MoEShape
     workspaces: tuple[workspace.Workspace, ...]
     backends: tuple[CudaBackend, ...]
     streams: tuple[torch.cuda.Stream, ...]
+    room: int
 
     @staticmethod
     def of(
@@ -43,14 +45,15 @@ class Group:
         tokens: int,
         *,
         budget: float | None = None,
+        rows: int | None = None,
         ctas: int | None = None,
         ahead: int = 0,
         epoch: int = 0,
     ) -> Group:
-        """For at most `tokens` tokens a rank; budget None: room for any routing. epoch: of the last
-        call, as if there had been that many."""
+        """For at most `tokens` tokens a rank; R is `rows`, or of `budget`; neither: room for any
+        routing. epoch: of the last call, as if there had been that many."""
         ranks, local = shape.ep_size, shape.local_experts
-        rows = row_capacity(tokens, shape.top_k, ranks, local, budget or float(ranks))
+        rows = rows or row_capacity(tokens, shape.top_k, ranks, local, budget or float(ranks))
         limits = Limits(tokens=tokens, rows=rows, source="a test")
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32", "streams need queues"
         spaces = workspace.virtual(shape, limits, cases.DEVICE)
@@ -66,12 +69,17 @@ class Group:
             backend.ahead = ahead
         torch.ops.mok_megatron.load_kernels()
         streams = tuple(torch.cuda.Stream(cases.DEVICE) for _ in range(ranks))
+        room = max(64 << 20, 2 * row_buffer_bytes(shape.hidden, shape.ffn, rows))
         for stream in streams:
             with torch.cuda.stream(stream):  # torch's pool of the stream has memory from here on
-                torch.empty(64 << 20, dtype=torch.uint8, device=cases.DEVICE)
+                torch.empty(room, dtype=torch.uint8, device=cases.DEVICE)
         torch.cuda.synchronize()
         return Group(
-            shape=shape, workspaces=tuple(spaces), backends=tuple(backends), streams=streams
+            shape=shape,
+            workspaces=tuple(spaces),
+            backends=tuple(backends),
+            streams=streams,
+            room=room,
         )
 
     def each(self, action: Callable[[int], Any], order: Sequence[int] | None = None) -> list[Any]:
