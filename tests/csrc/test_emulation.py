@@ -3,66 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import secrets
 
 import pytest
 import torch
 
-from tests.csrc.emulation import FAULTS, Layer, build, compiler
-from tests.oracle import solve
+from tests.csrc.emulated_layer import Layer, drawn, trouble
+from tests.csrc.emulation import FAULTS, build, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, found none")
-LIMIT = 2e-2
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build(tmp_path_factory.mktemp("emulated"))
-
-
-def drawn(seed: int, ranks: int = 1) -> Layer:
-    draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    experts = ranks * draw.choice([1, 1, 2, 3])
-    choices = draw.randint(1, min(experts, 3))
-    tokens = tuple(draw.choice([0, 1, 7, 20, 130]) for _ in range(ranks))
-    tokens = tokens if any(tokens) else (9,) * ranks
-    expert_TK = torch.rand(sum(tokens), experts, generator=generator).argsort(dim=1)[:, :choices]
-    expert_TK[torch.rand(expert_TK.shape, generator=generator) < draw.choice([0.0, 0.2])] = -1
-    return Layer(
-        tokens=tokens,
-        hidden=draw.choice([64, 64, 128, 256]),
-        width=draw.choice([64, 64, 128]),
-        shared_width=draw.choice([0, 0, 64]),
-        experts=experts,
-        expert_TK=expert_TK,
-        seed=seed,
-        order=seed,
-        fp32=draw.random() < 0.5,
-        accumulate=draw.random() < 0.5,
-        ctas=draw.choice([1, 2, 3]),
-        ahead=draw.choice([0, 1]),
-    )
-
-
-def trouble(it: Layer, kernels: ctypes.CDLL, planted: str = "") -> str:
-    """Why a direction stopped, or what differs from the float64 oracle; "" if nothing does."""
-    for direction in ("forward", "backward"):
-        if why := it.run(kernels, direction, planted):
-            return f"{direction}: {why}"
-    answer = solve(it.x, it.expert_TK, it.prob_TK, it.dy, it.w1, it.w2, it.experts)
-    found = {name: it.of_all(name).double() for name in ("y", "dx", "d_prob_TK")}
-    wanted = {"y": answer.y_TH, "dx": answer.dx_TH, "d_prob_TK": answer.dprob_TK}
-    gradients = zip(it.gradients(), it.before, (*answer.dw1, *answer.dw2), strict=True)
-    for i, (gradient, before, added) in enumerate(gradients):
-        found[f"gradient {i}"] = gradient.double()
-        wanted[f"gradient {i}"] = added + (before.double() if it.accumulate else 0.0)
-    for name, right in wanted.items():
-        error = (found[name] - right).norm() / right.norm().clamp(min=1e-6)
-        if not error < LIMIT:  # NaN too
-            return f"{name}: off by {error}"
-    return ""
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
