@@ -122,13 +122,16 @@ def run_trials(plan: Plan, count: int, seed: int, folder: Path) -> Any:
     before = set(psutil.Process().children(recursive=True))  # of a test's process, say
     try:
         started = time.monotonic()
-        finish(start(plan.command(folder / "unbroken"), folder))
+        # TMPDIR is not in `folder`: the path of a socket in it may have 107 bytes at most.
+        with tempfile.TemporaryDirectory(prefix="mok-") as temporary:
+            finish(start(plan.command(folder / "unbroken"), Path(temporary)))
         print(f"an unbroken run took {time.monotonic() - started:.0f} s", flush=True)
         wanted = curve(folder / "unbroken")
         if len(wanted) != plan.iterations:
             raise Failed(f"the unbroken run logged {len(wanted)} of {plan.iterations} iterations")
         for number in range(count):
-            trial = run_trial(plan, draw, folder / str(number), wanted)
+            with tempfile.TemporaryDirectory(prefix="mok-") as temporary:
+                trial = run_trial(plan, draw, folder / str(number), Path(temporary), wanted)
             print(
                 f"trial {number + 1}: {trial.victim} killed after iteration {trial.killed_after}, "
                 f"resumed from {trial.resumed_from}: {trial.trouble or 'the same bits'}",
@@ -140,12 +143,12 @@ def run_trials(plan: Plan, count: int, seed: int, folder: Path) -> Any:
             process.kill()
 
 
-def run_trial(plan: Plan, draw: random.Random, folder: Path, wanted: dict[int, Any]) -> Trial:
+def run_trial(
+    plan: Plan, draw: random.Random, folder: Path, temporary: Path, wanted: dict[int, Any]
+) -> Trial:
     """Start, kill, start again, compare."""
     victim = draw.choice(VICTIMS)
     last, pause = draw.randrange(plan.iterations), draw.uniform(0.0, 0.5)
-    temporary = folder.with_name(f"{folder.name}-temporary")
-    temporary.mkdir()
     before = shared_memory()
     process = start(plan.command(folder), temporary)
     log = next_log(folder, process)

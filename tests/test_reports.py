@@ -98,7 +98,7 @@ Automodel 3422 | what an integration needs | test_boundaries::test_importing_the
 mixture-of-kittens limits | T, EP and H of few values | backends/test_cuda_ep::test_any_number_of_ranks_gives_the_bytes_of_one backends/test_cuda_random::test_a_thousand_random_cases
 mixture-of-kittens overflow | bare trap at capacity | test_limits::test_rows_hold_the_budget_with_padding_and_no_more_than_any_routing backends/test_cuda_ep::test_too_many_rows_for_a_rank_is_a_fault_on_all
 mixture-of-kittens ids | unchecked ids | backends/test_cuda_faults::test_a_bad_choice_poisons_its_call_and_is_raised_once backends/test_rules::test_all_ranks_raise_the_same_words
-mixture-of-kittens sm90 | registers spill | csrc/test_sass::test_products_have_no_local_memory csrc/test_sass::test_registers_are_given_and_taken
+mixture-of-kittens sm90 | registers spill | csrc/test_sass::test_no_kernel_has_local_memory csrc/test_sass::test_registers_are_given_and_taken
 flashinfer 3196 | no fused MoE with backward on Hopper | csrc/test_products::test_gpt_oss_extents backends/test_cuda_random::test_a_thousand_random_cases
 Megatron-Bridge 5992 | dispatcher replaced silently | backends/test_cuda::test_cpu_tensors_get_the_reference_or_an_error backends/test_cuda::test_a_missing_library_is_an_error_not_a_slower_path
 Megatron-LM 7488 | named loads from a seed | backends/test_cuda_random::test_a_load_is_what_it_is_called backends/test_cuda_ep::test_loads

@@ -40,6 +40,7 @@ class Rank:
     rank: int
     tokens: int
     rows: int
+    layer: int = 7  # the same on all ranks, or the call is refused
     buffers: dict[str, Tensor] = field(default_factory=dict)
     w1: list[Tensor] = field(default_factory=list)  # the shared expert's last
     w2: list[Tensor] = field(default_factory=list)
@@ -69,6 +70,7 @@ class Layer:
     ctas: int = 2
     started: int = 0
     ahead: int = 0
+    most: int = 0  # tokens that a rank may have; 0: what one has
     spaces: list[Tensor] = field(default_factory=list)  # the ranks' workspaces
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class Layer:
 
     def _rank(self, rank: int) -> Rank:
         local, ranks = self.experts // len(self.tokens), len(self.tokens)
-        tokens, most = self.tokens[rank], max(self.tokens)
+        tokens, most = self.tokens[rank], self.most or max(self.tokens)
         first = sum(self.tokens[:rank])
         mine = range(rank * local, (rank + 1) * local)
         # The number of a slot: rank, token of Tmax, choice.
@@ -152,7 +154,7 @@ class Layer:
         return it
 
     def _leave_to_gather(self, it: Rank, first: int, end: int) -> None:
-        b, most = it.buffers, len(self.tokens) * max(self.tokens) * self.choices
+        b, most = it.buffers, len(self.tokens) * (self.most or max(self.tokens)) * self.choices
         names = ("row_start", "row_count", "row_TK", "slot_R", "prob_R", "faulty")
         it.schedule = {name: b[name].clone() for name in names}
         for name, kept in (("slot_R", end), ("prob_R", end), ("row_TK", it.tokens * self.choices)):
@@ -183,7 +185,7 @@ class Layer:
     def run(self, library: ctypes.CDLL, direction: str, planted: str = "") -> str:
         """Why the direction stopped, or ""; planted: one of FAULTS."""
         library.plant(list(FAULTS).index(planted) + 1 if planted else 0)
-        ranks, most = len(self.tokens), max(self.tokens)
+        ranks, most = len(self.tokens), self.most or max(self.tokens)
         numbers = (ctypes.c_int64(n) for n in (ranks, most, self.choices, self.hidden))
         if not self.spaces:
             size = library.workspace_bytes(*numbers)

@@ -41,6 +41,7 @@ SIZES = [
     "ranks",
     "rank",
     "most_tokens",
+    "layer",
 ]
 BUFFERS = [
     "row_start",

@@ -60,3 +60,33 @@ def test_a_planted_fault_is_seen(kernels: ctypes.CDLL, name: str) -> None:
         if trouble(of(ranks, hidden, order=order), kernels, name):
             return
     raise AssertionError("not seen in 20 orders")
+
+
+REFUSED = {  # kind in exchange_arguments.h, rank, value, wanted
+    "another-layer": (1, 1, 8, 7),
+    "tokens-above-the-limit": (6, 1, 130, 100),
+    "rows-above-the-budget": (7, 0, 256, 128),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_ranks_refuse_a_call_alike(kernels: ctypes.CDLL, why: str) -> None:
+    """All results are NaN on every rank, gradients are as before, and the next call is made."""
+    it = of(2, most=100 if "limit" in why else 0)
+    it.ranks[1].layer += "layer" in why
+    for rank in it.ranks:
+        rank.rows = 128 if "budget" in why else rank.rows
+    for direction in ("forward", "backward"):
+        assert it.run(kernels, direction) == ""
+        found = (ctypes.c_int64 * 4)()
+        kernels.exchange_fault(found)
+        if direction == "forward" or "budget" not in why:  # which forward alone can see
+            assert tuple(found) == REFUSED[why]
+    for name in ("y", "dx", "d_prob_TK"):
+        assert it.of_all(name).isnan().all(), name
+    experts = len(it.w1) - 1
+    for i, (gradient, before) in enumerate(zip(it.gradients(), it.before, strict=True)):
+        assert i % (experts + 1) == experts or torch.equal(gradient, before)
+    again = of(2)
+    again.spaces = [] if "limit" in why else it.spaces  # which a limit shapes
+    assert trouble(again, kernels) == ""

@@ -7,7 +7,7 @@ namespace {
 struct Sizes {  // the order of emulation.py's words
   int64_t tokens, choices, experts, rows, hidden, width, shared_width;
   int64_t ctas, ahead, fp32, accumulate;
-  int64_t ranks, rank, most_tokens;
+  int64_t ranks, rank, most_tokens, layer;
 };
 
 struct Buffers {  // likewise; null: not there
@@ -97,7 +97,7 @@ mok::PublishArguments publish_of(const Sizes& s, const Buffers& b, const mok::Pe
   const bool forward = direction == mok::CallDirection::kForward;
   return {.peers = peers,
           .start = {.epoch = 0,
-                    .layer = 7,
+                    .layer = static_cast<int32_t>(s.layer),
                     .direction = static_cast<int32_t>(direction),
                     .forward = 0,
                     .rows = 1 << 20,
@@ -224,6 +224,15 @@ extern "C" {
 
 int64_t words(const Sizes* s) { return mok::direction_words(s->rows, s->tokens, s->experts); }
 void plant(int fault) { emulated::planted = fault; }
+// What gather and view found since the last call of this: kind, rank, value, wanted.
+void exchange_fault(int64_t (&found)[4]) {
+  mok::ExchangeFault& fault = *mok::exchange_fault_record();
+  found[0] = fault.kind;
+  found[1] = fault.rank;
+  found[2] = fault.value;
+  found[3] = fault.wanted;
+  fault = {};
+}
 int64_t switches() { return emulated::machine->switches; }
 
 // Its control part lies first.
