@@ -123,7 +123,7 @@ inline int64_t capacity(int64_t slots, int64_t experts) {
 struct Schedule {
   int64_t tokens = {}, choices = {}, experts = {}, rows = {};
   int64_t row_start = {}, row_count = {}, shared_start = {}, shared_count = {};
-  int64_t faulty = {}, row = {}, slot = {}, prob = {}, epoch = {}, bytes = {};
+  int64_t faulty = {}, census = {}, row = {}, slot = {}, prob = {}, epoch = {}, bytes = {};
 
   // Of several ranks: the own tokens, the own experts, and R, which is 0 for one rank: room for any
   // routing.
@@ -160,6 +160,7 @@ struct Schedule {
     s.shared_start = room.take_words(2);
     s.shared_count = room.take_words(1);
     s.faulty = room.take_words(1);
+    s.census = room.take(sizeof(mok::Census));
     s.row = room.take_words(slots);
     s.slot = room.take_words(s.rows);
     s.prob = room.take_words(s.rows);
@@ -181,6 +182,7 @@ struct Schedule {
             .slot_R = inside<int32_t>(schedule, slot),
             .prob_R = inside<float>(schedule, prob),
             .faulty = inside<int32_t>(schedule, faulty),
+            .census = inside<mok::Census>(schedule, census),
             .tokens = static_cast<int32_t>(tokens),
             .choices = static_cast<int32_t>(choices),
             .experts = static_cast<int32_t>(experts),
@@ -216,6 +218,7 @@ inline mok::RouteArguments route_arguments(const Schedule& s, const Tensor& sche
           .row_TK = inside<int32_t>(schedule, s.row),
           .slot_R = inside<int32_t>(schedule, s.slot),
           .prob_R = inside<float>(schedule, s.prob),
+          .census = inside<mok::Census>(schedule, s.census),
           .fault = mok::route_fault_record(),
           .stream = stream,
           .rank_tokens = rank_tokens};

@@ -10,6 +10,7 @@
 
 #include "arguments.h"
 #include "exchange_arguments.h"
+#include "layer_arguments.h"
 
 namespace mok {
 
@@ -21,6 +22,7 @@ struct Routing {
   const int32_t* slot_R = {};
   const float* prob_R = {};
   const int32_t* faulty = {};
+  const Census* census = {};
   int32_t tokens = {};
   int32_t choices = {};
   int32_t experts = {};

@@ -19,7 +19,8 @@ struct Peers {
   Workspace at = {};
 };
 
-// What gather and route found wrong with a call, on every rank the same. Written like RouteFault.
+// What gather and route found wrong with a call of several ranks, on every rank the same; or what
+// the end of a grid found on this one, of several or not. Written like RouteFault.
 enum class ExchangeFaultKind : int32_t {
   kNone = 0,
   kLayer = 1,  // 1 to 5: rank's `value` is not rank 0's, `wanted`
@@ -27,8 +28,9 @@ enum class ExchangeFaultKind : int32_t {
   kForward = 3,
   kRows = 4,
   kSettings = 5,
-  kTokens = 6,  // rank has `value` tokens, `wanted` is the limit; below 0: it refuses the call
-  kBudget = 7,  // rank would get `value` rows, `wanted` is the budget
+  kTokens = 6,   // rank has `value` tokens, `wanted` is the limit; below 0: it refuses the call
+  kBudget = 7,   // rank would get `value` rows, `wanted` is the budget
+  kCounted = 8,  // and on: a Count of device/census.cuh is `value`, `wanted` is planned
 };
 struct ExchangeFault {
   int32_t kind;

@@ -30,6 +30,15 @@ struct RouteFault {
 
 RouteFault* route_fault_record();  // process-wide; null when pinned memory is refused
 
+// How many rows a call must move and combine, as route places them, for device/census.cuh. Sums of
+// slots are of slot + 1, modulo 2^32.
+struct Census {
+  uint32_t sent;            // slots of this rank that have a row
+  uint32_t sent_slots;      // their sum, numbered on this rank
+  uint32_t received_slots;  // the sum of the slots that have their row on this rank
+  uint32_t kept;            // slots of which both holds
+};
+
 struct RouteArguments {
   const int32_t* expert_TK;  // -1: empty slot
   const float* prob_TK;
@@ -47,6 +56,7 @@ struct RouteArguments {
   int32_t* row_TK;        // -1: no row
   int32_t* slot_R;        // -1 in padding; nothing past the last start
   float* prob_R;          // 0 in padding
+  Census* census;         // [1]
   RouteFault* fault;      // host memory
   void* stream;
   int32_t rank_tokens = 0;  // of several ranks: Tmax; tokens are P of them

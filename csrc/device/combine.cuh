@@ -34,10 +34,11 @@ struct Sum {  // of one piece
 
 // One warp: its lanes take a token's pieces. The rows may have been written by other CTAs of this
 // grid, or by other ranks, which the caller has waited for. home: of several ranks, where the rows
-// of other ranks' experts have arrived, a slot's at its number.
+// of other ranks' experts have arrived, a slot's at its number. added: of this lane, grows by the
+// pieces of rows that it adds.
 template <bool RANKS = false>
 __device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int lane,
-                                              const uint4* home = nullptr) {
+                                              uint32_t& added, const uint4* home = nullptr) {
   constexpr int kGroup = 8;  // rows under way
   const int pieces = a.hidden / kPiece;
   const bool faulty = *a.faulty != 0;
@@ -64,7 +65,10 @@ __device__ __forceinline__ void combine_token(const CombineArguments& a, int tok
       }
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (RANKS ? row[i] != -1 : row[i] >= 0) sum.add(value[i]);
+        if (RANKS ? row[i] != -1 : row[i] >= 0) {
+          sum.add(value[i]);
+          ++added;
+        }
       }
     }
     if (shared != nullptr) sum.add(load_written(shared + first + piece));

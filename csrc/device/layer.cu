@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   extern __shared__ int32_t words[];
   const int warp = threadIdx.x / 32, chunk = blockIdx.x * kRouteWarps + warp;
   if (chunk < a.chunks) count_chunk(a, chunk, words + warp * (a.experts + 1));
+  if (chunk == 0 && threadIdx.x == 0) *a.census = {};
 }
 
 __global__ void __launch_bounds__(kPrefixColumns* kPrefixSegments)

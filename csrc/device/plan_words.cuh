@@ -8,18 +8,21 @@
 #include <string>
 
 #include "../direction_arguments.h"
+#include "census.cuh"
 #include "plan.cuh"
 
 namespace mok {
 
 struct PlanWords {  // offsets; all before `first` start at zero
-  int64_t ready, done0, done1, expert_done, expert_rows, sums, first, total;
+  int64_t counted, ready, done0, done1, expert_done, expert_rows, sums, first, total;
 
   static PlanWords of(int64_t rows, int64_t tokens, int64_t experts) {
     const int64_t blocks = rows / kRowTile;
     const int64_t with_shared = blocks + (tokens + kRowTile - 1) / kRowTile;
     PlanWords at{};
-    at.ready = 4;  // after two tickets
+    at.counted = 2;  // after the tickets
+    at.ready = 8;
+    static_assert(2 + sizeof(Counted) / sizeof(int32_t) <= 8);
     at.done0 = at.ready + blocks;
     at.done1 = at.done0 + with_shared;
     at.expert_done = at.done1 + with_shared;

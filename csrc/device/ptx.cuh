@@ -175,8 +175,9 @@ __device__ __forceinline__ float2 load_written(const float2* from) {
 }
 
 enum class NamedBarrier : int {
-  kSetUp = 0,   // __syncthreads
-  kZeroed = 1,  // + warpgroup: the last rows of a stage have been zeroed
+  kSetUp = 0,    // __syncthreads
+  kZeroed = 1,   // + warpgroup: the last rows of a stage have been zeroed
+  kCounted = 3,  // the CTA's moves and combines are done and counted
 };
 
 __device__ __forceinline__ void named_sync(NamedBarrier name, int offset, int threads) {

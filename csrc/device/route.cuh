@@ -1,7 +1,8 @@
 // Top-k choices -> schedule: count, prefix, place. A stable counting sort of the slots by expert.
 //
 // Order of rows: expert, token, choice; the same on every run, because a slot's row is a function
-// of the choices alone: which thread or CTA does the work, and when, changes nothing. No atomics.
+// of the choices alone: which thread or CTA does the work, and when, changes nothing. No atomics
+// but in the sums of the census.
 //
 // A chunk is kChunk consecutive slots and belongs to one warp.
 //   count   a chunk's slots per expert                                 -> counts[chunk]
@@ -142,6 +143,12 @@ __device__ __forceinline__ void report(const RouteArguments& a, int slot) {
   record->kind = static_cast<int32_t>(broken_rule(a, slot));
 }
 
+// One warp: the sum of its lanes' values, in shared or global memory.
+__device__ __forceinline__ void add_of_warp(uint32_t* word, uint32_t value) {
+  const uint32_t sum = __reduce_add_sync(~0u, value);
+  if (threadIdx.x % 32 == 0 && sum != 0) atomicAdd(word, sum);
+}
+
 // One warp; start: E + 1 words that all warps of the CTA share; next: E + 1 of its own.
 __device__ __forceinline__ void place_chunk(const RouteArguments& a, int chunk,
                                             const int32_t* start, int32_t* next) {
@@ -150,16 +157,23 @@ __device__ __forceinline__ void place_chunk(const RouteArguments& a, int chunk,
     next[column] = before[column] + (column < a.experts ? start[column] : 0);
   }
   __syncwarp();
+  uint32_t sent = 0, slots = 0;
   visit(a, chunk, next, [&](int slot, int column, int position) {
     const bool routed = column >= 0 && column < a.experts;
     a.row_TK[slot] = routed ? position : -1;
     if (routed) {
+      ++sent;
+      slots += slot + 1;
       a.slot_R[position] = slot;
       a.prob_R[position] = a.prob_TK[slot];
     } else if (column == a.experts && position == 0) {
       report(a, slot);
     }
   });
+  add_of_warp(&a.census->sent, sent);
+  add_of_warp(&a.census->kept, sent);
+  add_of_warp(&a.census->sent_slots, slots);
+  add_of_warp(&a.census->received_slots, slots);
 }
 
 // One warp: the rows between an expert's last one and the next expert's first.

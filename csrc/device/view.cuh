@@ -59,18 +59,29 @@ __device__ __forceinline__ void view_chunk(const ViewArguments& a, int chunk, co
     next[column] = before[column] + (column < r.experts ? start[column] : 0);
   }
   __syncwarp();
+  Census lanes{};  // of this lane's slots
   visit(r, chunk, next, [&](int slot, int column, int position) {
     const bool routed = admitted && column >= 0 && column < r.experts;
     const bool here = routed && column >= first && column < first + local;
     const int row = position - base, mine = slot - own;
-    if (mine >= 0 && mine < own_slots) r.row_TK[mine] = here ? row : routed ? kElsewhere : -1;
+    if (mine >= 0 && mine < own_slots) {
+      r.row_TK[mine] = here ? row : routed ? kElsewhere : -1;
+      lanes.sent += routed;
+      lanes.sent_slots += routed ? mine + 1 : 0;
+      lanes.kept += here;
+    }
     if (here) {
+      lanes.received_slots += slot + 1;
       r.slot_R[row] = slot;
       r.prob_R[row] = r.prob_TK[slot];
     } else if (column == r.experts && position == 0) {
       report(r, slot);
     }
   });
+  add_of_warp(&r.census->sent, lanes.sent);
+  add_of_warp(&r.census->sent_slots, lanes.sent_slots);
+  add_of_warp(&r.census->received_slots, lanes.received_slots);
+  add_of_warp(&r.census->kept, lanes.kept);
 }
 
 // One warp, as place_padding; expert: of this rank.

@@ -121,7 +121,6 @@ void launch_backward(const BackwardArguments& x) {
                 .shared = true});
   }
   p.plan.shape.ahead = choose_ahead(r, p.plan.shape.routed[0].n_tiles, x.launch);
-  place_words(p, x.launch.words);
   p.move = {.tokens = {x.dy, x.x},
             .rows = {x.dy_rows, x.x_rows},
             .sources = 2,
@@ -139,6 +138,7 @@ void launch_backward(const BackwardArguments& x) {
                .hidden = x.sizes.hidden};
   p.parts = x.parts;
   p.parts_per_row = x.sizes.width / kPartColumns;
+  place_words(p, r, x.launch.words);
   if (x.peers.ranks > 1) {
     set_exchange(p, x.peers, {x.peers.at.dy, x.peers.at.x}, x.dx_rows);
     launch_backward_of_ranks(p, x.launch, x.gradients.type, x.gradients.accumulate);

@@ -15,6 +15,9 @@
 // wait's cause is a move or a tile of an earlier ticket; moves wait for nothing; so the smallest
 // unfinished ticket can always go on, whatever set of CTAs runs.
 //
+// At the end of a CTA move and multiply meet, and what they have counted is added to the grid's;
+// the last CTA judges it (device/census.cuh).
+//
 // A reader whose copies go through the async proxy fences after its acquire; store waits until its
 // copies have arrived, not only left shared memory, before it raises a counter.
 //
@@ -22,6 +25,7 @@
 // tiles need them, and combine reads them where the last product left them.
 #pragma once
 
+#include "../device/census.cuh"
 #include "../device/combine.cuh"
 #include "../device/move.cuh"
 #include "../device/plan.cuh"
@@ -68,6 +72,7 @@ struct DirectionParameters {
   int32_t parts_per_row;
   Fault* fault;
   ExchangeArguments exchange;
+  CensusArguments census;
 };
 
 template <class DIRECTION, class TILING, int SLOT_BYTES, bool READS, bool RANKS>
@@ -76,6 +81,7 @@ struct Direction {
   struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
     MoveStorage move;
     PlanWalker walker;
+    uint32_t counted[kCounts];
   };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true;
@@ -116,7 +122,10 @@ struct Direction {
     DIRECTION::with_kind(which, p.pass[index], f);
   }
 
-  static __device__ __forceinline__ void set_up(Storage& storage) { prepare(storage.move); }
+  static __device__ __forceinline__ void set_up(Storage& storage) {
+    prepare(storage.move);
+    for (uint32_t& count : storage.counted) count = 0;
+  }
 
   static __device__ __forceinline__ void check(const Parameters& p) {
     for (int i = 0; i < 2 * p.plan.shape.passes; ++i) check_table(p.pass[i], p.fault);
@@ -157,26 +166,33 @@ struct Direction {
 
   static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
     const bool one = threadIdx.x % 32 == 0;
-    if (!RANKS && !one) return;
-    const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
-    Mover mover{storage.move, p.fault};
-    int ticket = 0;
-    if constexpr (RANKS) fence_async();  // generic stores of other ranks, which gather has seen
-    if (!RANKS || one) ticket = bring_rows(p, order, mover);
-    if constexpr (RANKS) send_rows_home(p, order, mover, ticket);
+    if (RANKS || one) {
+      const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
+      Mover mover{storage.move, p.fault};
+      int ticket = 0;
+      if constexpr (RANKS) fence_async();  // generic stores of other ranks, which gather has seen
+      if (!RANKS || one) ticket = bring_rows(p, order, mover, storage.counted);
+      if constexpr (RANKS) send_rows_home(p, order, mover, ticket);
+      if (RANKS && one) storage.counted[kPushed] = mover.stored - storage.counted[kMoved];
+    }
+    __syncwarp();
+    await_counted();
   }
 
   // The ring covers what a ticket's slots cost; the number of the next one is on its way meanwhile.
   // Returns the ticket in hand that is no longer one of a move.
   static __device__ __forceinline__ int bring_rows(const Parameters& p, const MoveOrder& order,
-                                                   Mover& mover) {
+                                                   Mover& mover, uint32_t (&counted)[kCounts]) {
     int expert = 0, ticket = take_move(p);
+    uint32_t slots = 0;
     while (ticket < order.count()) {
       const int next = take_move(p);
-      move(p, order.at(ticket), expert, mover);
+      move(p, order.at(ticket), expert, mover, slots);
       ticket = next;
     }
     mover.settle();
+    counted[kMoved] = mover.stored;
+    counted[kMovedSlots] = slots;
     return ticket;
   }
 
@@ -184,9 +200,9 @@ struct Direction {
     return take_ticket(p.counters.tickets + 1);
   }
 
-  // `expert`: a walker; the rows of a source only grow.
+  // `expert`: a walker; the rows of a source only grow. `moved`: the sum of slots.
   static __device__ __forceinline__ void move(const Parameters& p, const Move& what, int& expert,
-                                              Mover& mover) {
+                                              Mover& mover, uint32_t& moved) {
     int4 slots = __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + what.group);
     const int first = what.group * kMoveRows, bytes = p.move.row_bytes;
     const uint8_t* const tokens = static_cast<const uint8_t*>(p.move.tokens[what.source]);
@@ -199,6 +215,7 @@ struct Direction {
       slots = {slots.y, slots.z, slots.w, 0};
       if (slot < 0) continue;  // padding
       ++valid;
+      moved += slot + 1;
       const uint8_t* const from =
           RANKS ? pulled(p, what.source, slot)
                 : tokens + static_cast<int64_t>(slot / p.move.choices) * bytes;
@@ -293,15 +310,20 @@ struct Direction {
 
   // ---- combine: a warp a token
 
-  static __device__ __forceinline__ void no_product(const Parameters& p, const Tile& tile) {
+  static __device__ __forceinline__ void no_product(const Parameters& p, Storage& storage,
+                                                    const Tile& tile) {
     const int warp = threadIdx.x / 32 % 4;
+    uint32_t added = 0, summed = 0;  // of this lane: pieces, and slots
     for (int i = warp; i < kCombineTokens; i += 4) {
       const int token = tile.m * kCombineTokens + i;
-      if (token < p.combine.tokens) combine_when_ready(p, token);
+      if (token < p.combine.tokens) combine_when_ready(p, token, added, summed);
     }
+    add_of_warp(&storage.counted[kCombined], added);
+    add_of_warp(&storage.counted[kCombinedSlots], summed);
   }
 
-  static __device__ __forceinline__ void combine_when_ready(const Parameters& p, int token) {
+  static __device__ __forceinline__ void combine_when_ready(const Parameters& p, int token,
+                                                            uint32_t& added, uint32_t& summed) {
     const PlanShape& s = p.plan.shape;
     const CombineArguments& c = p.combine;
     const int64_t slots = static_cast<int64_t>(token) * c.choices;
@@ -310,6 +332,7 @@ struct Direction {
     }
     for (int k = threadIdx.x % 32; k < c.choices; k += 32) {
       const int row = c.row_TK[slots + k];
+      if (row != -1) summed += slots + k + 1;
       if (RANKS && row == kElsewhere) await_arrival(arrival(p, slots + k), epoch(p), p.fault);
       if (row < 0) continue;
       await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);
@@ -322,11 +345,26 @@ struct Direction {
     if constexpr (RANKS) {
       const Peers& group = p.exchange.peers;
       const auto* const home = part<uint4>(group, group.rank, group.at.home);
-      combine_token<true>(c, token, threadIdx.x % 32, home);
+      combine_token<true>(c, token, threadIdx.x % 32, added, home);
     } else {
-      combine_token(c, token, threadIdx.x % 32);
+      combine_token(c, token, threadIdx.x % 32, added);
     }
     if (p.parts != nullptr) add_parts(p, token);
+  }
+
+  // ---- the end of a CTA: its mover and its multiplying warps meet, one of which counts
+
+  static __device__ __forceinline__ void await_counted() {
+    named_sync(NamedBarrier::kCounted, 0, kThreads - 3 * 32);
+  }
+
+  static __device__ __forceinline__ void end(const Parameters& p, Storage& storage) {
+    await_counted();
+    const CombineArguments& c = p.combine;
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x / 32 != 4 || !leave(p.census.counted, storage.counted, lane)) return;
+    if (*c.faulty != 0 || conserved(p.census, p.exchange.peers, lane)) return;
+    for (int token = 0; token < c.tokens; ++token) spoil_token(c, token, lane);
   }
 
   // A row's parts in ascending column order: the order depends on F alone.

@@ -34,7 +34,8 @@ inline PlanShape plan_shape(const Routing& r, int passes) {
   return s;
 }
 
-inline void place_words(DirectionParameters& p, int32_t* words) {
+// After moves and combine are set.
+inline void place_words(DirectionParameters& p, const Routing& r, int32_t* words) {
   const PlanShape& s = p.plan.shape;
   const PlanWords at = PlanWords::of(s.capacity, s.tokens, s.experts);
   p.plan.first = words + at.first;
@@ -45,6 +46,14 @@ inline void place_words(DirectionParameters& p, int32_t* words) {
                 .expert_done = words + at.expert_done,
                 .expert_rows = words + at.expert_rows,
                 .sums = words + at.sums};
+  p.census = {.planned = r.census,
+              .row_count = r.row_count,
+              .experts = r.experts,
+              .sources = static_cast<uint32_t>(p.move.sources),
+              .chunks = static_cast<uint32_t>(tiles_of(p.move.row_bytes, kMoveBytes)),
+              .pieces = static_cast<uint32_t>(p.combine.hidden / kPiece),
+              .counted = reinterpret_cast<Counted*>(words + at.counted),
+              .fault = exchange_fault_record()};
 }
 
 // The table of pass `q`: of all routed experts, or of the shared one alone.

@@ -83,7 +83,6 @@ void launch_forward(const ForwardArguments& x) {
                 .shared = true});
   }
   p.plan.shape.ahead = choose_ahead(r, p.plan.shape.routed[0].n_tiles, x.launch);
-  place_words(p, x.launch.words);
   p.move = {.tokens = {x.x, nullptr},
             .rows = {x.rows, nullptr},
             .sources = 1,
@@ -99,6 +98,7 @@ void launch_forward(const ForwardArguments& x) {
                .tokens = r.tokens,
                .choices = r.choices,
                .hidden = x.sizes.hidden};
+  place_words(p, r, x.launch.words);
   if (x.peers.ranks > 1) {
     set_exchange(p, x.peers, {x.peers.at.x, nullptr}, x.rows);
     launch_forward_of_ranks(p, x.launch);

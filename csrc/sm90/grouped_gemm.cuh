@@ -68,7 +68,8 @@ struct GroupedGemm {
   static __device__ __forceinline__ void set_up(Storage&) {}
   static __device__ __forceinline__ void side_work(const Parameters&, Storage&) {}
   static __device__ __forceinline__ void after(const Parameters&, const Tile&, int) {}
-  static __device__ __forceinline__ void no_product(const Parameters&, const Tile&) {}
+  static __device__ __forceinline__ void no_product(const Parameters&, Storage&, const Tile&) {}
+  static __device__ __forceinline__ void end(const Parameters&, Storage&) {}
 };
 
 template <class K>
@@ -126,8 +127,9 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
   }
   // Tiles without products come last; nobody waits for a turn any more.
   for (; !tile->last(); tile = &tiles.next()) {
-    if (mine()) K::no_product(p, *tile);
+    if (mine()) K::no_product(p, storage, *tile);
   }
+  K::end(p, storage);
 }
 
 template <class K>

@@ -42,6 +42,13 @@ _FIELDS: dict[int, tuple[str, dict[int, str]]] = {
     4: ("row buffers of", {}),
     5: ("fingerprint of shape, flags and version", {}),
 }
+_COUNTED = {  # and on; Count in csrc/device/census.cuh
+    8: "pieces of rows moved in",
+    9: "as the sum of the slots moved in",
+    10: "pieces of rows sent home to other ranks",
+    11: "pieces of rows added up",
+    12: "as the sum of the slots added up",
+}
 _START, _COMBINE_HOME = 18, 19  # Tag in csrc/check.h: waits for another rank
 _LOOK_S, _SETTLE_S = 1.0, 0.1
 _NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
@@ -86,7 +93,8 @@ def raise_found() -> None:
         kind, most = "probability" if words[0] == _NOT_FINITE else "choice", words[-1]
         error = _fault(describe(words), kind, words[2] // most if most else None)
     elif (words := torch.ops.mok_megatron.take_exchange_fault())[0]:
-        kind = {_TOKENS: "tokens", _ROWS: "rows"}.get(words[0], "desync")
+        kinds = {_TOKENS: "tokens", _ROWS: "rows"} | dict.fromkeys(_COUNTED, "error")
+        kind = kinds.get(words[0], "desync")
         error = _fault(describe_call(words), kind, words[1])
     if error is None:
         return
@@ -178,8 +186,8 @@ def describe(words: Sequence[int]) -> str:
 
 
 def describe_call(words: Sequence[int]) -> str:
-    """The words of a fault of several ranks, the same on all: kind, rank, its value, what it should
-    be, and the rows of a rank when all have as many."""
+    """The words of a fault of several ranks, the same on all, or of what this one has counted:
+    kind, rank, its value, what it should be, and the rows of a rank when all have as many."""
     kind, rank, value, wanted, balanced = words
     where = f"on expert parallel rank {rank}, in an earlier call on this GPU"
     if kind == _TOKENS and value < 0:
@@ -197,6 +205,13 @@ def describe_call(words: Sequence[int]) -> str:
             f"the rows of a rank must fit its buffers, of {wanted} rows, got {value} with padding "
             f"{where}; set --mok-row-budget to {math.ceil(100 * value / balanced) / 100} or more, "
             "or balance the router's load"
+        )
+    elif kind in _COUNTED:
+        text = (
+            "every row that is sent must be received and combined once, got "
+            f"{value} {_COUNTED[kind]} for {wanted} {where}; a kernel or this GPU's memory has "
+            "failed: go on from the last checkpoint, on another GPU if it comes again "
+            "(python -m mok_megatron.doctor)"
         )
     else:
         field, names = _FIELDS[kind]

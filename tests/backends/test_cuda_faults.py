@@ -15,6 +15,7 @@ import torch
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import OVERFULL
 from tests.backends import cuda_cases as cases
+from tests.backends import cuda_ranks as virtual
 
 pytestmark = pytest.mark.gpu
 CASE = cases.CASE
@@ -104,6 +105,59 @@ def test_no_optimizer_changes_a_parameter_after_a_fault(usable_after: cases.Resu
     assert weight.tolist() == [1.0] * 4
     optimizer.step()
     assert weight.tolist() == [0.0] * 4
+
+
+LOST = {
+    "slot_R": r"got \d+ as the sum of the slots moved in for \d+ on expert parallel rank 0",
+    "row_TK": r"got \d+ pieces of rows added up for \d+ on expert parallel rank 0",
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_row_that_another_takes_the_place_of_is_counted(
+    usable_after: cases.Result, name: str
+) -> None:
+    """What a stray write into the schedule would do between forward and backward."""
+    p = cases.Problem.of(CASE)
+    backend = cases.cuda_backend(p.shape)
+    weight = torch.nn.Parameter(torch.ones(4, device=cases.DEVICE))
+    weight.grad = torch.ones_like(weight)
+    _, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+    words = getattr(backend._plan(context), name).view(-1)
+    at = int((words[:-1].minimum(words[1:]) >= 0).nonzero()[0])
+    words[at] = words[at + 1] if name == "slot_R" else -1
+    into = p.places(torch.float32, accumulate=True)
+    gradients = backend.backward(context, p.dy_TH, p.weights, into)
+    with pytest.raises(RuntimeError, match=LOST[name]):
+        torch.optim.SGD([weight], lr=1.0).step()
+    assert weight.tolist() == [1.0] * 4
+    for result in (gradients.dx_TH, gradients.dprob_TK):
+        assert bool(result.isnan().all())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_row_that_does_not_come_home_is_counted(usable_after: cases.Result, ranks: int) -> None:
+    """On the rank that misses it, whose results are NaN; those of the others are as ever."""
+    problem = cases.Problem.of(replace(CASE, tokens=(240,)))
+    parts = virtual.split(problem, (240 // ranks,) * ranks)
+    group = virtual.Group.of(parts[0].shape, 240 // ranks)
+    into = virtual.places(parts, problem.places(torch.float32, accumulate=True))
+    good = group.call(parts, into)
+    contexts = [context for _, context in group.forward(parts)]
+    row_TK = group.backends[1]._plan(contexts[1]).row_TK
+    elsewhere = (row_TK == -2).nonzero()[0].tolist()
+    row_TK[elsewhere[0], elsewhere[1]] = -1
+    found = group.backward(parts, contexts, into)
+    torch.cuda.synchronize()
+    words = r"got \d+ pieces of rows added up for \d+ on expert parallel rank 1"
+    with pytest.raises(RuntimeError, match=words):
+        group.backends[0].check()
+    for rank, gradients in enumerate(found):
+        for value, before in (
+            (gradients.dx_TH, good[rank].dx_TH),
+            (gradients.dprob_TK, good[rank].dprob_TK),
+        ):
+            assert bool(value.isnan().all()) if rank == 1 else cases.same(value, before)
 
 
 def test_nan_probabilities_of_empty_slots_are_inert(usable_after: cases.Result) -> None:

@@ -59,6 +59,15 @@ def test_the_tags_are_those_of_the_header() -> None:
     )
 
 
+def test_the_counts_are_those_of_the_header() -> None:
+    text = (CHECK.parent / "device" / "census.cuh").read_text()
+    counts = re.findall(r"^  (k\w+)", text.partition("enum Count")[2].partition("};")[0], re.M)
+    header = (CHECK.parent / "exchange_arguments.h").read_text()
+    first = re.search(r"kCounted = (\d+)", header)
+    assert first is not None
+    assert list(faults._COUNTED) == [int(first[1]) + i for i in range(counts.index("kCounts"))]
+
+
 def _stopped(rank: int, world: int, folder: str, tag: int) -> None:
     """The device of rank 0 has stopped the group's third call of a shape, the fourth of all."""
     os.environ[records.VARIABLE] = folder
@@ -110,6 +119,13 @@ def test_nothing_is_written_while_nothing_has_stopped(
         ([3, 1, 5, 1, 4, 2, 0x7FC00000, 0], [0] * 5, "probability", "got nan at token 5"),
         ([0] * 8, [6, 1, 120, 110, 0], "tokens", "got 120 on expert parallel rank 1"),
         ([0] * 8, [7, 0, 2560, 1280, 1200], "rows", "set --mok-row-budget to 2.14"),
+        (
+            [0] * 8,
+            [8, 1, 311, 312, 0],
+            "error",
+            "got 311 pieces of rows moved in for 312",
+        ),
+        ([0] * 8, [12, 0, 7, 8, 0], "error", "got 7 as the sum of the slots added up for 8"),
         ([0] * 8, [1, 1, 2, 1, 0], "desync", "got layer 2 on expert parallel rank 1"),
     ],
 )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.csrc.emulation import BUFFERS, FAULTS, SIZES, build
+from tests.csrc.emulation import BUFFERS, PLANTED, SIZES, build
 from tests.oracle import solve
 
 ROW_TILE = 128
@@ -127,6 +127,7 @@ class Layer:
         }
         b = it.buffers
         b |= {name: torch.tensor(values, dtype=torch.int32) for name, values in words.items()}
+        b["census"] = torch.tensor(census([i for i in own if flat[i] >= 0]), dtype=torch.int32)
         b["prob_R"] = torch.tensor([probs[i] if i >= 0 else 0.0 for i in slots])
         if ranks > 1:
             self._leave_to_gather(it, first, start[-1])
@@ -163,6 +164,7 @@ class Layer:
         b, most = it.buffers, len(self.tokens) * (self.most or max(self.tokens)) * self.choices
         names = ("row_start", "row_count", "row_TK", "slot_R", "prob_R", "faulty")
         it.schedule = {name: b[name].clone() for name in names}
+        b["census"].fill_(POISON)
         for name, kept in (("slot_R", end), ("prob_R", end), ("row_TK", it.tokens * self.choices)):
             it.schedule[name] = it.schedule[name][:kept]
         for name in names:
@@ -189,8 +191,8 @@ class Layer:
         return ""
 
     def run(self, library: ctypes.CDLL, direction: str, planted: str = "") -> str:
-        """Why the direction stopped, or ""; planted: one of FAULTS."""
-        library.plant(list(FAULTS).index(planted) + 1 if planted else 0)
+        """Why the direction stopped, or ""; planted: one of PLANTED."""
+        library.plant(PLANTED.index(planted) + 1 if planted else 0)
         ranks, most = len(self.tokens), self.most or max(self.tokens)
         numbers = (ctypes.c_int64(n) for n in (ranks, most, self.choices, self.hidden))
         if not self.spaces:
@@ -270,13 +272,26 @@ def drawn(seed: int, ranks: int = 1) -> Layer:
     )
 
 
+def census(slots: list[int]) -> list[int]:
+    """Of one rank, which has all slots that have a row."""
+    total = sum(slots) + len(slots)
+    return [len(slots), total, total, len(slots)]
+
+
+def found_by_the_kernels(kernels: ctypes.CDLL) -> tuple[int, ...]:
+    """kind, rank, value, wanted of an ExchangeFault since the last call of this, or ()."""
+    found = (ctypes.c_int64 * 4)()
+    kernels.exchange_fault(found)
+    return tuple(found) if found[0] else ()
+
+
 def trouble(it: Layer, kernels: ctypes.CDLL, planted: str = "") -> str:
     """Why a direction stopped, or what differs from the float64 oracle; "" if nothing does."""
     for direction in ("forward", "backward"):
         if why := it.run(kernels, direction, planted):
             return f"{direction}: {why}"
-        if why := it.schedule_fault():
-            return why
+        if why := it.schedule_fault() or found_by_the_kernels(kernels):
+            return f"{direction}: {why}"
     answer = solve(it.x, it.expert_TK, it.prob_TK, it.dy, it.w1, it.w2, it.experts)
     found = {name: it.of_all(name).double() for name in ("y", "dx", "d_prob_TK")}
     wanted = {"y": answer.y_TH, "dx": answer.dx_TH, "d_prob_TK": answer.dprob_TK}

@@ -81,6 +81,7 @@ BUFFERS = [
     "few",
     "admitted_start",
     "admitted_count",
+    "census",
 ]
 # Statements of csrc/ and what a mistake would make of them; `planted` chooses one, or none.
 FAULTS = {
@@ -150,6 +151,36 @@ FAULTS = {
         "",
     ),
 }
+_MOVED = "mover.copy(from, to, bytes);"
+_SENT = "mover.copy(p.exchange.pushed + static_cast<int64_t>(first + i) * bytes, there, bytes);"
+_ADDED = "sum.add(value[i]);\n          ++added;"
+# Rows that are lost or doubled: of slot 3, of those sent home at once the second, of token 0 the
+# first. Only the counts of device/census.cuh must show it.
+LOST = {
+    "a-row-is-not-moved": ("sm90/direction.cuh", _MOVED, f"if (slot != 3) {_MOVED}"),
+    "a-row-is-moved-twice": (
+        "sm90/direction.cuh",
+        _MOVED,
+        f"{_MOVED} if (slot == 3) {_MOVED}",
+    ),
+    "a-row-is-not-sent-home": ("sm90/direction.cuh", _SENT, f"if (first + i != 1) {_SENT}"),
+    "a-row-is-sent-home-twice": (
+        "sm90/direction.cuh",
+        _SENT,
+        f"{_SENT} if (first + i == 1) {_SENT}",
+    ),
+    "a-row-is-not-combined": (
+        "device/combine.cuh",
+        _ADDED,
+        f"if (token != 0 || i != 0) {{ {_ADDED} }}",
+    ),
+    "a-row-is-combined-twice": (
+        "device/combine.cuh",
+        _ADDED,
+        f"{_ADDED} if (token == 0 && i == 0) {{ {_ADDED} }}",
+    ),
+}
+PLANTED = (*FAULTS, *LOST)
 
 
 def compiler() -> str | None:
@@ -164,9 +195,12 @@ def sources(folder: pathlib.Path) -> pathlib.Path:
     shutil.copy(HERE / "sm90_ptx.cuh", copy / "sm90" / "ptx.cuh")
     for path in (*(copy / name for name in KERNELS), *(copy / "sm90").glob("*.cuh")):
         path.write_text(_for_the_host(path.read_text()))
-    for number, (name, right, wrong) in enumerate(FAULTS.values(), start=1):
-        planted = f"if (emulated::planted == {number}) {{ {wrong} }} else {{ {right}\n }}"
-        replace(copy / name, right, planted)
+    places: dict[tuple[str, str], str] = {}
+    for number, (name, right, wrong) in enumerate((FAULTS | LOST).values(), start=1):
+        places.setdefault((name, right), "")
+        places[name, right] += f"if (emulated::planted == {number}) {{ {wrong} }} else "
+    for (name, right), planted in places.items():
+        replace(copy / name, right, f"{planted}{{ {right}\n }}")
     return copy
 
 

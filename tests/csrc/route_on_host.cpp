@@ -166,6 +166,16 @@ static uint32_t __ballot_sync(uint32_t, bool mine) {
   });
 }
 
+static uint32_t __reduce_add_sync(uint32_t, uint32_t mine) {
+  return exchange(static_cast<int>(mine), [](const int *value) {
+    uint32_t sum = 0;
+    for (int lane = 0; lane < 32; ++lane)
+      sum += static_cast<uint32_t>(value[lane]);
+    return static_cast<int>(sum);
+  });
+}
+static void atomicAdd(uint32_t *word, uint32_t amount) { *word += amount; }
+
 #include "device/choices.cuh"
 #include "device/view.cuh"
 
@@ -195,6 +205,11 @@ std::vector<int> in_any_order(int count, int step) {
     order[i] = static_cast<int>(i) * step;
   std::shuffle(order.begin(), order.end(), draw);
   return order;
+}
+
+bool same(const mok::Census &a, const mok::Census &b) {
+  return a.sent == b.sent && a.sent_slots == b.sent_slots &&
+         a.received_slots == b.received_slots && a.kept == b.kept;
 }
 
 // Whether every rank's view of what `all` has placed is the part of it that it
@@ -246,6 +261,8 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
     a.route.row_TK = row.data();
     a.route.slot_R = slot.data();
     a.route.prob_R = prob.data();
+    mok::Census census{}, counted{};
+    a.route.census = &census;
     a.route.fault = &choice;
     bool ran = launch(32, [&] {
       right = mok::within_budget(a, start, true) == fits && right;
@@ -286,7 +303,13 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
                          : here             ? there - base
                                             : mok::kElsewhere;
       right = right && row.data()[i] == wanted;
+      counted.sent += wanted != -1;
+      counted.sent_slots += wanted != -1 ? i + 1 : 0;
+      counted.kept += wanted >= 0;
     }
+    for (int i = 0; i < used; ++i)
+      counted.received_slots += slot.data()[i] + 1;
+    right = right && same(census, counted);
     const mok::ExchangeFault wanted =
         fits ? mok::ExchangeFault{}
              : mok::ExchangeFault{.kind = static_cast<int32_t>(
@@ -320,6 +343,7 @@ std::vector<int32_t> routed(int tokens, int choices, int experts,
   std::copy(ids, ids + slots, id.data());
   std::copy(probs, probs + slots, prob.data());
   mok::RouteFault fault{};
+  mok::Census census{}, counted{};
   const mok::RouteArguments a{.expert_TK = id.data(),
                               .prob_TK = prob.data(),
                               .tokens = tokens,
@@ -335,6 +359,7 @@ std::vector<int32_t> routed(int tokens, int choices, int experts,
                               .row_TK = row.data(),
                               .slot_R = slot.data(),
                               .prob_R = row_prob.data(),
+                              .census = &census,
                               .fault = &fault,
                               .stream = nullptr};
   static int32_t sums[mok::kPrefixSegments][mok::kPrefixColumns];
@@ -370,6 +395,14 @@ std::vector<int32_t> routed(int tokens, int choices, int experts,
     right = right && row_prob.data()[i] ==
                          (from < 0 || from >= slots ? 0.0f : prob.data()[from]);
   }
+  for (int i = 0; i < slots; ++i) {
+    counted.sent += row.data()[i] >= 0;
+    counted.sent_slots += row.data()[i] >= 0 ? i + 1 : 0;
+  }
+  for (int i = 0; i < rows; ++i)
+    counted.received_slots += slot.data()[i] + 1;
+  counted.kept = counted.sent;
+  right = right && same(census, counted);
   if (right && draw() % 4 == 0)
     right = views_are_right(a, starts.data());
   std::vector<int32_t> words{right,         fault.kind,

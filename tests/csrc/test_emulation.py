@@ -8,8 +8,8 @@ import secrets
 import pytest
 import torch
 
-from tests.csrc.emulated_layer import Layer, drawn, trouble
-from tests.csrc.emulation import FAULTS, build, compiler
+from tests.csrc.emulated_layer import Layer, drawn, found_by_the_kernels, trouble
+from tests.csrc.emulation import FAULTS, LOST, build, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, found none")
 
@@ -60,6 +60,48 @@ def test_a_planted_fault_is_seen(kernels: ctypes.CDLL, name: str) -> None:
         if trouble(of(ranks, hidden, order=order), kernels, name):
             return
     raise AssertionError("not seen in 20 orders")
+
+
+COUNTED, MOVED, MOVED_SLOTS, PUSHED, COMBINED, COMBINED_SLOTS = 8, 0, 1, 2, 3, 4  # census.cuh
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, ranks) for name in LOST for ranks in (1, 2) if ranks > 1 or "home" not in name]
+    + [(name, 4) for name in LOST if "not" in name],
+)
+def test_a_lost_or_doubled_row_is_counted(kernels: ctypes.CDLL, name: str, ranks: int) -> None:
+    """The count that is wrong is named, and its rank has no result."""
+    count = COMBINED if "combined" in name else PUSHED if "home" in name else MOVED
+    it = of(ranks)
+    for direction, sources, results in (
+        ("forward", 1, ["y"]),
+        ("backward", 2, ["dx", "d_prob_TK"]),
+    ):
+        assert it.run(kernels, direction, name) == ""
+        kind, rank, value, wanted = found_by_the_kernels(kernels)
+        pieces = {MOVED: sources, PUSHED: 1, COMBINED: it.hidden // 8}[count]
+        assert (kind, value - wanted) == (COUNTED + count, -pieces if "not" in name else pieces)
+        for result in results:
+            assert it.ranks[rank].buffers[result].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("slot_R", MOVED_SLOTS), ("row_TK", COMBINED), ("row_count", MOVED)]
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_schedule_that_has_changed_since_forward_is_found(
+    kernels: ctypes.CDLL, name: str, count: int, ranks: int
+) -> None:
+    it = of(ranks)
+    assert it.run(kernels, "forward") == ""
+    assert found_by_the_kernels(kernels) == ()
+    words = it.ranks[0].buffers[name]
+    words[0] = {"slot_R": words[1], "row_TK": -1, "row_count": words[0] - 1}[name]
+    assert it.run(kernels, "backward") == ""
+    assert found_by_the_kernels(kernels)[:2] == (COUNTED + count, 0)
+    for result in ("dx", "d_prob_TK"):
+        assert it.ranks[0].buffers[result].isnan().all()
 
 
 REFUSED = {  # kind in exchange_arguments.h, rank, value, wanted

@@ -91,6 +91,12 @@ inline uint32_t __match_any_sync(uint32_t, int value) {
   for (int i = 0; i < 32; ++i) found |= uint32_t{all[i] == static_cast<uint32_t>(value)} << i;
   return found;
 }
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
+  const uint64_t* const all = emulated::gather(value);
+  uint32_t sum = 0;
+  for (int i = 0; i < 32; ++i) sum += static_cast<uint32_t>(all[i]);
+  return sum;
+}
 inline bool __any_sync(uint32_t mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
 
 template <class T>

@@ -30,6 +30,7 @@ struct Buffers {  // likewise; null: not there
   float* gathered_prob;
   int32_t *counts, *few;  // few: refused, epoch, shared_start x 2, shared_count, admitted_faulty
   int32_t *admitted_start, *admitted_count;
+  mok::Census* census;
 };
 
 // Of matrices [rows, columns] of the routed experts, or of the shared one.
@@ -60,6 +61,7 @@ mok::Routing routing(const Sizes& s, const Buffers& b) {
           .slot_R = b.slot_R,
           .prob_R = b.prob_R,
           .faulty = b.faulty,
+          .census = b.census,
           .tokens = static_cast<int32_t>(s.tokens),
           .choices = static_cast<int32_t>(s.choices),
           .experts = static_cast<int32_t>(s.experts),
@@ -157,6 +159,7 @@ void open_forward(const Sizes& s, const Buffers& b) {
                  .row_TK = b.row_TK,
                  .slot_R = b.slot_R,
                  .prob_R = b.prob_R,
+                 .census = b.census,
                  .fault = mok::route_fault_record(),
                  .stream = publish.stream,
                  .rank_tokens = static_cast<int32_t>(s.most_tokens)},
@@ -224,7 +227,7 @@ extern "C" {
 
 int64_t words(const Sizes* s) { return mok::direction_words(s->rows, s->tokens, s->experts); }
 void plant(int fault) { emulated::planted = fault; }
-// What gather and view found since the last call of this: kind, rank, value, wanted.
+// What gather, view and the end of a grid found since the last call of this: kind, rank, value, wanted.
 void exchange_fault(int64_t (&found)[4]) {
   mok::ExchangeFault& fault = *mok::exchange_fault_record();
   found[0] = fault.kind;
