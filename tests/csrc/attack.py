@@ -1,6 +1,7 @@
-"""Every grouped product, and whole layers, on small random cases: for sanitizers, and for delays.
+"""Every grouped product, and whole layers by one rank and by virtual ones, on small random cases:
+for sanitizers (scripts/sanitize.py), and for delays.
 
-    python -m tests.csrc.attack [--library FILE] [--cases N] [--layers M] [--seed S]
+    python -m tests.csrc.attack [--library FILE] [--cases N] [--layers M] [--groups G] [--seed S]
 
 A library built with -DMOK_RANDOM_DELAYS sleeps at random before arrivals and after waits: whatever
 order of the roles the protocol allows will happen, and a wrong parity shows as a wrong result or an
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 import random
+from dataclasses import replace
 
 import torch
 
 from mok_megatron.backends import library
-from tests.backends import cuda_cases
+from tests.backends import cuda_cases, test_cuda_ep_random
 from tests.backends.cuda_loads import LOADS
 from tests.batches import Case
 from tests.csrc import grouped
@@ -64,21 +66,50 @@ def run_layer(seed: int) -> None:
     assert broken == [], broken
 
 
+def group(seed: int) -> test_cuda_ep_random.Call:
+    """A small call of 2 or 4 virtual ranks, in turns."""
+    call, ranks = test_cuda_ep_random.drawn(seed), (2, 4)[seed % 2]
+    tokens = (call.case.tokens * 2)[:ranks]
+    local = min(call.local, 3)
+    case = replace(
+        call.case,
+        hidden=min(call.case.hidden, 192),
+        ffn=min(call.case.ffn, 128),
+        num_experts=ranks * local,
+        top_k=min(call.case.top_k, ranks * local, 3),
+        tokens=tokens if any(tokens) else (7,) * ranks,
+    )
+    return replace(call, case=case, local=local, ctas=min(call.ctas, 3))
+
+
+def run_group(seed: int) -> None:
+    """The bytes of one rank with the same tokens."""
+    assert (broken := test_cuda_ep_random.broken(group(seed), by_the_rule=False)) == [], broken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", type=pathlib.Path, default=library.LIBRARY)
     parser.add_argument("--cases", type=int, default=1)
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=0)
     parser.add_argument("--largest", type=int, default=1000, help="rows of an expert")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     library.load(options.library)
     draw = random.Random(options.seed)
     torch.manual_seed(options.seed)
-    for _ in range(options.cases):
+    for case in range(options.cases):
         run_case(draw, options.largest)
-    for layer in range(options.layers):
-        run_layer(options.seed + layer)
+        print(f"passed case {case}")
+    for what, run, count in (
+        ("layer", run_layer, options.layers),
+        ("group", run_group, options.groups),
+    ):
+        for seed in range(options.seed, options.seed + count):
+            run(seed)
+            torch.cuda.synchronize()
+            print(f"passed {what} {seed}")
     torch.cuda.synchronize()
     print(f"{options.cases} cases and {options.layers} layers passed", flush=True)
 
