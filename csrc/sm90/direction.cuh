@@ -26,6 +26,7 @@
 #include "../device/move.cuh"
 #include "../device/plan.cuh"
 #include "../device/symmetric.cuh"
+#include "../device/wire.cuh"
 #include "launch.cuh"
 
 namespace mok::sm90 {
@@ -189,6 +190,7 @@ struct Direction {
                                               Mover& mover) {
     int4 slots = __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + what.group);
     const int first = what.group * kMoveRows, bytes = p.move.row_bytes;
+    if constexpr (RANKS && kThrottledWire) carry_rows(p.exchange.peers, slots, bytes);
     const uint8_t* const tokens = static_cast<const uint8_t*>(p.move.tokens[what.source]);
     uint8_t* to =
         static_cast<uint8_t*>(p.move.rows[what.source]) + static_cast<int64_t>(first) * bytes;
@@ -260,6 +262,7 @@ struct Direction {
     const auto to =
         reinterpret_cast<uint64_t>(base + group.at.home + static_cast<int64_t>(inside) * bytes);
     const bool mine = rank != group.rank;
+    if constexpr (kThrottledWire) carry(group, group.rank, rank, bytes + sizeof(Arrival));
     const float sum = mine && p.parts != nullptr ? sum_of_parts(p, row) : 0.0f;
     for (; away != 0; away &= away - 1) {
       const int i = __ffs(away) - 1;
