@@ -325,7 +325,8 @@ def test_ranks_take_turns_in_an_expert(planner: Planner, ranks: int, most: int) 
         parts = min(1 << ranks.bit_length() - 1, most)
         for taken in zip(*orders, strict=True):
             each = Counter(group * parts // groups for group in taken)
-            assert len(each) == parts and max(each.values()) <= -(-ranks // parts)
+            assert len(each) == parts
+            assert max(each.values()) <= -(-ranks // parts)
 
 
 def test_rows_outside_the_contract_are_marked(planner: Planner) -> None:
