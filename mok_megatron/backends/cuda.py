@@ -58,7 +58,7 @@ from mok_megatron.backends.rules import (
     tokens_fault,
     weights_fault,
 )
-from mok_megatron.backends.tables import Tables, Watch, stream_of
+from mok_megatron.backends.tables import Groups, Tables, Watch, stream_of
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import (
     Context,
@@ -133,14 +133,18 @@ class CudaBackend:
             with torch.no_grad():
                 return self.forward(x_TH, expert_TK, prob_TK, weights)
         call = self._ranks.call("forward", len(x_TH))
-        with self._ranks.opening():
+        try:
             self.check()
             _raise(tokens_fault(self.shape, self._ranks.rank, x_TH, expert_TK, prob_TK))
             watch = self._look_at(weights, "forward", x_TH.device)
             x_TH = x_TH.contiguous()
             if not x_TH.shape[0] and not self._ranks.several:
                 return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-            tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
+            groups = _weight_groups(weights, "up", "product")
+            tables = self._tables.of("forward", groups, watch, stream_of(x_TH))
+        except RuntimeError as error:
+            self._ranks.not_begun(error)
+            raise
         try:
             y_TH, kept = torch.ops.mok_megatron.forward.default(
                 x_TH,
@@ -170,12 +174,15 @@ class CudaBackend:
                 return self.backward(context, dy_TH, weights, into)
         x_TH, *kept = context.tensors
         call = self._ranks.call("backward", len(x_TH))
-        with self._ranks.opening():
+        try:
             self.check()
             _raise(dy_fault(self._ranks.rank, x_TH, dy_TH))
             watch = self._look_at(weights, "backward", x_TH.device)
             places = self._places_of(into, weights)
             dy_TH = dy_TH.contiguous()
+        except RuntimeError as error:
+            self._ranks.not_begun(error)
+            raise
         if not x_TH.shape[0] and self._ranks.several:
             _zero(replace(into, w1=(), w2=()))  # nobody else brings tokens to the shared expert
         elif not x_TH.shape[0]:
@@ -183,9 +190,9 @@ class CudaBackend:
             no_prob = x_TH.new_empty(0, self.shape.top_k, dtype=torch.float32)
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
         stream = stream_of(x_TH)
-        names = _GROUPS if self.shape.shared_ffn else _GROUPS[:2]
-        tables = self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream)
-        gradients = [self._gradient_table(name, places, stream) for name in names]
+        groups = _weight_groups(weights, "input_gradient", "down_gradient")
+        tables = self._tables.of("backward", groups, watch, stream)
+        gradients = self._tables.of("gradients", places.inside, places.watch, stream)
         try:
             dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward.default(
                 x_TH,
@@ -259,28 +266,11 @@ class CudaBackend:
         if not (into.accumulate and watch.holds(flat)):
             _raise(places_fault(self._ranks.rank, weights, into))
             if not into.accumulate:  # new memory each time, which nothing may hold
-                return _Places.of(into, flat, 0)
+                return _Places.of(into, flat, 0, weights)
             watch.see(flat)
-        places = _Places.of(into, flat, watch.number)
+        places = _Places.of(into, flat, watch.number, weights)
         self._places = places if watch.number else None
         return places
-
-    def _weight_tables(
-        self, weights: Weights, w1_role: str, w2_role: str, watch: int, stream: int | None
-    ) -> list[Tensor]:
-        """Tables of w1, w2, and of the shared expert's."""
-        groups = [("w1", weights.w1, w1_role), ("w2", weights.w2, w2_role)]
-        if weights.shared_w1 is not None and weights.shared_w2 is not None:
-            groups += [("shared w1", (weights.shared_w1,), w1_role)]
-            groups += [("shared w2", (weights.shared_w2,), w2_role)]
-        return [self._tables.of(*group, watch, stream) for group in groups]
-
-    def _gradient_table(self, name: str, places: _Places, stream: int | None) -> Tensor:
-        """The table of a group's places, or one without records."""
-        group = places.inside.get(name)
-        if group is None:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._tables.of(f"{name} gradient", group, "gradient", places.watch, stream)
 
     def _beside(
         self,
@@ -331,12 +321,21 @@ class CudaBackend:
                     row_count_E=split.row_count_E[start:end].clone(),
                     tickets=split.tickets,
                 )
-            table = self._tables.of(f"{name} gradient from {start}", wanted, "gradient", 0, stream)
+            group = (wanted, "gradient")
+            (table,) = self._tables.of(f"{name} gradient from {start}", (group,), 0, stream)
             maps = library.Matrices(matrices=tuple(wanted), table=table)
             library.weight_gradient(a_RM, b_RN, maps, part, accumulate=accumulate)
 
 
 _GROUPS = ("w1", "w2", "shared_w1", "shared_w2")
+
+
+def _weight_groups(weights: Weights, w1_role: str, w2_role: str) -> Groups:
+    """In the order of _GROUPS."""
+    routed = ((weights.w1, w1_role), (weights.w2, w2_role))
+    if weights.shared_w1 is None or weights.shared_w2 is None:
+        return routed
+    return (*routed, ((weights.shared_w1,), w1_role), ((weights.shared_w2,), w2_role))
 
 
 @dataclass(frozen=True)
@@ -347,12 +346,14 @@ class _Places:
     into: WeightGradients
     flat: tuple[Tensor | None, ...]
     watch: int  # of `flat`, or 0
-    inside: dict[str, Sequence[Tensor]]
+    inside: Groups  # tables of those groups, without records for the rest
     fp32: bool  # those inside
     outside: WeightGradients | None  # None: nothing is left
 
     @staticmethod
-    def of(into: WeightGradients, flat: tuple[Tensor | None, ...], watch: int) -> _Places:
+    def of(
+        into: WeightGradients, flat: tuple[Tensor | None, ...], watch: int, weights: Weights
+    ) -> _Places:
         """The kernel takes a group when every place is wanted and all have the dtype of the first
         such group; experts of which some are frozen, or have places of another dtype, take
         launches of their own.
@@ -374,11 +375,12 @@ class _Places:
         }
         rest = replace(into, **left)  # type: ignore[arg-type]
         some = (*rest.w1, *rest.w2, rest.shared_w1, rest.shared_w2)
+        names = _GROUPS[:2] if weights.shared_w1 is None else _GROUPS
         return _Places(
             into=into,
             flat=flat,
             watch=watch,
-            inside=inside,
+            inside=[(inside.get(name, ()), "gradient") for name in names],
             fp32=dtype == torch.float32,
             outside=None if all(place is None for place in some) else rest,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
 TENSOR_MAP_BYTES = 128
 
 _loaded: list[pathlib.Path] = []
-_entries: list[ctypes.CDLL] = []  # of the library, for what must not cost a dispatch
+_holds: list[Callable[[int], int]] = []  # of the library, past the dispatcher
 
 
 class LibraryMissing(RuntimeError):
@@ -54,14 +54,16 @@ def load(path: pathlib.Path | None = None) -> None:
             f"install again with this torch ({torch.__version__})"
         ) from error
     _declare_fakes()
-    _entries.append(ctypes.CDLL(str(path)))
+    entry = ctypes.PyDLL(str(path)).mok_holds  # keeps the interpreter's lock: it takes microseconds
+    entry.argtypes, entry.restype = [ctypes.c_int64], ctypes.c_int32
+    _holds.append(entry)
     _loaded.append(path)
 
 
 def holds(watch: int) -> bool:
     """Whether all matrices of torch.ops.mok_megatron.watch's number have the address, form and
     dtype that they had."""
-    return bool(_entries[0].mok_holds(ctypes.c_int64(watch)))
+    return bool(_holds[0](watch))
 
 
 def _declare_fakes() -> None:

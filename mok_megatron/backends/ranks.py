@@ -12,8 +12,6 @@ none waits. So every forward and backward is one call of the group, whether it r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +63,7 @@ class Ranks:
         }
         self.calls = Calls("cuda", shape, group if self.several else None)
         self._patience_s = _VIRTUAL_S
+        self._numbers: tuple[Tensor, list[int]] | None = None
 
     def call(self, direction: str, tokens: int) -> tuple[Tensor | None, list[int]]:
         """Begins a call. `bases` and `group` of the ops forward and backward; of one rank (None,
@@ -76,43 +75,27 @@ class Ranks:
         self.calls.begin(direction, tokens)
         if not self.several:
             return None, []
-        if self._given is None:
-            self._given = self._join(tokens)
+        if self._numbers is None:
+            space, layer = self._given = self._given or self._join(tokens)
+            most, patience = space.limits, self._patience_s
+            numbers = [space.rank, most.tokens, most.rows, layer, space.settings, patience]
+            self._numbers = space.bases_P, numbers
         if torch.cuda.is_current_stream_capturing():
             self.calls.place.captured = True
-        return self._numbers()
-
-    def _numbers(self) -> tuple[Tensor, list[int]]:
-        assert self._given is not None, "no call has begun"
-        space, layer = self._given
-        limits = space.limits
-        return space.bases_P, [
-            space.rank,
-            limits.tokens,
-            limits.rows,
-            layer,
-            space.settings,
-            self._patience_s,
-        ]
+        return self._numbers
 
     @property
     def rank(self) -> int:
         """The own one in the group."""
         return self._given[0].rank if self._given is not None else 0
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Around what comes before the op of a call: an error there is told to the other ranks, and
-        written down."""
+    def not_begun(self, error: RuntimeError) -> None:
+        """The error of what comes before a call's op: told to the other ranks, and written down."""
         self.calls.phase = "its arguments"
         try:
-            yield
-        except RuntimeError as error:
-            try:
-                self._refuse()
-            finally:
-                self.calls.failed(error)
-            raise
+            self._refuse()
+        finally:
+            self.calls.failed(error)
 
     def ended(self, error: RuntimeError) -> RuntimeError:
         """The error of a call's op, written down. There was no memory: then it had not begun, and
@@ -128,10 +111,10 @@ class Ranks:
         return error
 
     def _refuse(self) -> None:
-        if self.several and not torch.cuda.is_current_stream_capturing():
+        if self._numbers is not None and not torch.cuda.is_current_stream_capturing():
             direction = _DIRECTIONS[self.calls.now.direction]
             torch.ops.mok_megatron.refuse(
-                *self._numbers(), direction, self.shape.top_k, self.shape.hidden
+                *self._numbers, direction, self.shape.top_k, self.shape.hidden
             )
 
     @property

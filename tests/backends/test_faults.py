@@ -139,7 +139,8 @@ def test_an_error_before_the_launch_is_written_once(folder: Path, error: Excepti
     ranks = Ranks(replace(SHAPE, ep_size=1), None, torch.device("cpu"))
     ranks.call("backward", 7)
     words = r"\nmok: found in call 1 \(layer 1, backward\)"
-    with pytest.raises(RuntimeError, match=words), ranks.opening():
+    with pytest.raises(RuntimeError, match=words):
+        ranks.not_begun(error)
         raise error
     said = str(error)
     ranks.calls.failed(error)
