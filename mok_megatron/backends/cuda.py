@@ -132,7 +132,7 @@ class CudaBackend:
         if torch.is_grad_enabled():  # never inside autograd's node
             with torch.no_grad():
                 return self.forward(x_TH, expert_TK, prob_TK, weights)
-        call = self._ranks.call("forward", len(x_TH))
+        call = self._ranks.call("forward", x_TH.shape[0])  # len() is Python
         try:
             self.check()
             _raise(tokens_fault(self.shape, self._ranks.rank, x_TH, expert_TK, prob_TK))
@@ -160,7 +160,7 @@ class CudaBackend:
         except RuntimeError as error:
             raise self._ranks.ended(faults.out_of_memory(error, "forward", x_TH)) from None
         self._ranks.calls.end()
-        return y_TH, Context(tensors=(x_TH, *kept))
+        return y_TH, Context(tensors=(x_TH, kept))
 
     def backward(
         self, context: Context, dy_TH: Tensor, weights: Weights, into: WeightGradients
@@ -172,8 +172,8 @@ class CudaBackend:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.backward(context, dy_TH, weights, into)
-        x_TH, *kept = context.tensors
-        call = self._ranks.call("backward", len(x_TH))
+        x_TH = context.tensors[0]
+        call = self._ranks.call("backward", x_TH.shape[0])
         try:
             self.check()
             _raise(dy_fault(self._ranks.rank, x_TH, dy_TH))
@@ -197,9 +197,10 @@ class CudaBackend:
             dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward.default(
                 x_TH,
                 dy_TH,
-                kept,
+                context.tensors[1],
                 tables,
                 gradients,
+                places.wanted,
                 self.shape.top_k,
                 self.shape.ffn,
                 self.shape.shared_ffn,
@@ -238,8 +239,8 @@ class CudaBackend:
 
     def _plan(self, context: Context) -> _Plan:
         """The schedule of a forward, in parts."""
-        x_TH, schedule, *_ = context.tensors
-        return _Plan.of(schedule, len(x_TH), self.shape, self._ranks.rows())
+        x_TH, kept = context.tensors
+        return _Plan.of(kept, len(x_TH), self.shape, self._ranks.rows())
 
     def check(self) -> None:
         """Raises RuntimeError for the first fault recorded by the device, in any layer, once.
@@ -266,9 +267,9 @@ class CudaBackend:
         if not (into.accumulate and watch.holds(flat)):
             _raise(places_fault(self._ranks.rank, weights, into))
             if not into.accumulate:  # new memory each time, which nothing may hold
-                return _Places.of(into, flat, 0, weights)
+                return _Places.of(into, flat, 0)
             watch.see(flat)
-        places = _Places.of(into, flat, watch.number, weights)
+        places = _Places.of(into, flat, watch.number)
         self._places = places if watch.number else None
         return places
 
@@ -322,7 +323,7 @@ class CudaBackend:
                     tickets=split.tickets,
                 )
             group = (wanted, "gradient")
-            (table,) = self._tables.of(f"{name} gradient from {start}", (group,), 0, stream)
+            table = self._tables.of(f"{name} gradient from {start}", (group,), 0, stream)
             maps = library.Matrices(matrices=tuple(wanted), table=table)
             library.weight_gradient(a_RM, b_RN, maps, part, accumulate=accumulate)
 
@@ -346,14 +347,13 @@ class _Places:
     into: WeightGradients
     flat: tuple[Tensor | None, ...]
     watch: int  # of `flat`, or 0
-    inside: Groups  # tables of those groups, without records for the rest
+    inside: Groups  # those of _GROUPS that have a bit in `wanted`
+    wanted: int
     fp32: bool  # those inside
     outside: WeightGradients | None  # None: nothing is left
 
     @staticmethod
-    def of(
-        into: WeightGradients, flat: tuple[Tensor | None, ...], watch: int, weights: Weights
-    ) -> _Places:
+    def of(into: WeightGradients, flat: tuple[Tensor | None, ...], watch: int) -> _Places:
         """The kernel takes a group when every place is wanted and all have the dtype of the first
         such group; experts of which some are frozen, or have places of another dtype, take
         launches of their own.
@@ -375,12 +375,12 @@ class _Places:
         }
         rest = replace(into, **left)  # type: ignore[arg-type]
         some = (*rest.w1, *rest.w2, rest.shared_w1, rest.shared_w2)
-        names = _GROUPS[:2] if weights.shared_w1 is None else _GROUPS
         return _Places(
             into=into,
             flat=flat,
             watch=watch,
-            inside=[(inside.get(name, ()), "gradient") for name in names],
+            inside=[(group, "gradient") for group in inside.values()],
+            wanted=sum(1 << i for i, name in enumerate(_GROUPS) if name in inside),
             fp32=dtype == torch.float32,
             outside=None if all(place is None for place in some) else rest,
         )
@@ -404,7 +404,7 @@ class _Plan:
 
     @staticmethod
     def of(schedule: Tensor, tokens: int, shape: MoEShape, rows: int) -> _Plan:
-        """Views of the op's one tensor of bytes. rows: R, or 0 of one rank, with T > 0 tokens."""
+        """Views of bytes that start with it. rows: R, or 0 of one rank, with T > 0 tokens."""
         experts, choices = shape.local_experts, shape.top_k
         *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, rows)
         words = schedule.view(torch.int32)

@@ -65,16 +65,15 @@ class Ranks:
         self._patience_s = _VIRTUAL_S
         self._numbers: tuple[Tensor, list[int]] | None = None
 
-    def call(self, direction: str, tokens: int) -> tuple[Tensor | None, list[int]]:
-        """Begins a call. `bases` and `group` of the ops forward and backward; of one rank (None,
-        []).
+    def call(self, direction: str, tokens: int) -> tuple[Tensor, list[int]] | tuple[()]:
+        """Begins a call. `bases` and `group` of the ops forward and backward; nothing of one rank.
 
         tokens: T of this rank. The first call of a group and shape makes its workspace, on all
         ranks together, and raises as workspace.of does.
         """
         self.calls.begin(direction, tokens)
         if not self.several:
-            return None, []
+            return ()
         if self._numbers is None:
             space, layer = self._given = self._given or self._join(tokens)
             most, patience = space.limits, self._patience_s

@@ -8,7 +8,6 @@ launches, so the library holds the list and says in one call whether all are wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import starmap
 from operator import is_
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from mok_megatron.backends import library
 
-# Matrices of one shape and dtype, or none, whose table has no records; and library.Matrices' role.
+# Matrices of one shape and dtype, and library.Matrices' role.
 Groups = Sequence[tuple[Sequence[Tensor], str]]
 
 
@@ -68,29 +67,32 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, int], tuple[object, list[Tensor]]] = {}
+        self._last: dict[tuple[str, int], tuple[object, Tensor]] = {}
 
-    def of(self, name: str, groups: Groups, watch: int, stream: int | None) -> list[Tensor]:
-        """One of each group, a part of what `watch` holds or, for 0, of nothing."""
+    def of(self, name: str, groups: Groups, watch: int, stream: int | None) -> Tensor:
+        """Those of all groups, one behind the other in uint8 [n, 128]; the groups are a part of
+        what `watch` holds or, for 0, of nothing."""
         if stream is None:
             # The graph writes a table at each replay, so nobody may take it before the first one.
-            return [*starmap(_table, groups)]
+            return _written(groups)
         made_of = watch or [
             (role, matrices[0].dtype, [matrix.data_ptr() for matrix in matrices])
             for matrices, role in groups
-            if matrices
         ]
         last = self._last.get((name, stream))
         if last is None or last[0] != made_of:
-            last = self._last[name, stream] = (made_of, [*starmap(_table, groups)])
+            last = self._last[name, stream] = (made_of, _written(groups))
         return last[1]
 
 
-def _table(matrices: Sequence[Tensor], role: str) -> Tensor:
-    if not matrices:
-        return torch.empty(0, dtype=torch.uint8)
-    table: Tensor = torch.ops.mok_megatron.stream_matrices(list(matrices), role)
-    return table
+def _written(groups: Groups) -> Tensor:
+    sizes = [len(matrices) + 1 for matrices, _ in groups]
+    device = groups[0][0][0].device if groups else None
+    form = (sum(sizes), library.TENSOR_MAP_BYTES)
+    tables = torch.empty(form, dtype=torch.uint8, device=device)
+    for (matrices, role), part in zip(groups, tables.split(sizes), strict=True):
+        torch.ops.mok_megatron.stream_matrices(list(matrices), role, part)
+    return tables
 
 
 def stream_of(x: Tensor) -> int | None:
