@@ -38,8 +38,6 @@ inline T* inside(const Tensor& room, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(room.mutable_data_ptr()) + offset);
 }
 
-constexpr int64_t kCyclesPerSecond = 2'000'000'000;  // about
-
 // The group of a call: numbers are rank, Tmax, R, layer, the hash of what must be the same on all
 // ranks, and how many seconds a rank waits for the others' calls. Without them: one rank.
 struct Group {

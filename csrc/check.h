@@ -3,6 +3,10 @@
 // On the device every wait has a deadline and a tag. When it passes, the first thread to notice
 // writes one record into pinned host memory and traps: the launch fails with an error, it never
 // hangs. The record outlives the dead context, so the next call can say which wait it was.
+//
+// Kernels of several ranks wait as long as their host says (--mok-deadline; gather, for a rank that
+// comes late to a call, as long as the group's own time limit), all others kDeadlineSeconds and a
+// quarter.
 #pragma once
 
 #include <cstdint>
@@ -73,9 +77,10 @@ inline const char* describe(Tag tag) {
     case Tag::kPushSums:
       return "the mover waited for the sums of a probability's gradient that go home";
     case Tag::kStart:
-      return "gather waited for the start of the call on the rank that is the thread's number";
+      return "gather waited for the start of the call on the rank that is the thread's number (see "
+             "--distributed-timeout-minutes, and that rank's log)";
     case Tag::kCombineHome:
-      return "combine waited for a row from another rank";
+      return "combine waited for a row from another rank (see --mok-deadline, and the ranks' logs)";
     case Tag::kWrongTable:
       return "a table of tensor maps describes other matrices or boxes than the call needs";
     case Tag::kRowsOutOfRange:
@@ -95,7 +100,25 @@ struct Fault {
 // Process-wide record, pinned and mapped; null only before the first launch.
 Fault* fault_record();
 
-constexpr long long kDeadlineCycles =
-    20'000'000'000;  // about 10 s: a healthy wait takes microseconds
+constexpr int64_t kCyclesPerSecond = 2'000'000'000;  // at most: seconds are never shorter than said
+constexpr int32_t kDeadlineSeconds = 10;  // a healthy wait inside a rank takes microseconds
+
+#ifdef __CUDACC__
+// In cycles. A wait for another rank expires first: those of the own rank that hang on it have a
+// quarter more.
+struct Deadline {
+  int64_t other, own;
+};
+constexpr Deadline deadline_of(int32_t seconds) {
+  return {seconds * kCyclesPerSecond, seconds * kCyclesPerSecond / 4 * 5};
+}
+// Of the kernels of one file, on each device; set_deadline sets it, before the first launch.
+[[maybe_unused]] static __constant__ Deadline wait_cycles = deadline_of(kDeadlineSeconds);
+
+[[maybe_unused]] static cudaError_t set_deadline(int32_t seconds) {
+  const Deadline deadline = deadline_of(seconds);
+  return cudaMemcpyToSymbol(wait_cycles, &deadline, sizeof(deadline));
+}
+#endif
 
 }  // namespace mok

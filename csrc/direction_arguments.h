@@ -97,7 +97,8 @@ namespace sm90 {
 // Each throws std::runtime_error when CUDA refuses. T > 0, or several ranks.
 void launch_forward(const ForwardArguments& arguments);
 void launch_backward(const BackwardArguments& arguments);
-void load_forward_of_ranks();
-void load_backward_of_ranks();
+// deadline: seconds that a wait of these kernels may take.
+void load_forward_of_ranks(int32_t deadline);
+void load_backward_of_ranks(int32_t deadline);
 }  // namespace sm90
 }  // namespace mok

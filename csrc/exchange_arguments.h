@@ -95,6 +95,7 @@ void launch_publish(const PublishArguments& arguments);
 void launch_gather(const GatherArguments& arguments);
 // route, of which the own rank's view is kept.
 void launch_view(const ViewArguments& arguments);
-void load_exchange();  // these kernels: see load_plan
+// These kernels, as load_plan; deadline: seconds that a wait of theirs may take.
+void load_exchange(int32_t deadline);
 
 }  // namespace mok

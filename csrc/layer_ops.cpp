@@ -349,15 +349,20 @@ void refuse(const Tensor& bases, const std::vector<int64_t>& numbers, int64_t di
 }
 
 // All that calls of several ranks launch, on the current device, and the fault records.
-void load_kernels() {
+void load_kernels(int64_t deadline) {
+  STD_TORCH_CHECK(deadline >= 1 && deadline <= 86400,
+                  "mok: --mok-deadline must be 1 to 86400 seconds, got ",
+                  deadline,
+                  "; give the longest that a healthy rank may let others wait");
+  const auto seconds = static_cast<int32_t>(deadline);
   mok::fault_record();
   mok::route_fault_record();
   mok::exchange_fault_record();
   mok::load_layer();
   mok::load_plan();
-  mok::load_exchange();
-  mok::sm90::load_forward_of_ranks();
-  mok::sm90::load_backward_of_ranks();
+  mok::load_exchange(seconds);
+  mok::sm90::load_forward_of_ranks(seconds);
+  mok::sm90::load_backward_of_ranks(seconds);
 }
 
 mok::ExchangeFault& fault_of_exchange() {
@@ -409,7 +414,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("take_route_fault() -> int[]");
   m.def("workspace_parts(int ranks, int tokens, int choices, int hidden) -> int[]");
   m.def("refuse(Tensor bases, int[] group, int direction, int choices, int hidden) -> ()");
-  m.def("load_kernels() -> ()");
+  m.def("load_kernels(int deadline=10) -> ()");
   m.def("exchange_fault_address() -> int");
   m.def("take_exchange_fault() -> int[]");
   m.def("stopped() -> int[]");

@@ -10,6 +10,7 @@
 //
 //   part         form                  written by            read by
 //   control      Control               the own rank          the own rank
+//                (device/wire.cuh keeps a Wire behind it, in a build for measurements alone)
 //   start[g]     Start [P]             rank p its own entry  the own rank's gather
 //   expert[g]    int32 [Tmax, K]       the own publish       every rank's gather (forward)
 //   prob[g]      fp32 [Tmax, K]        the own publish       every rank's gather (forward)

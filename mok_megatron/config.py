@@ -37,6 +37,7 @@ from mok_megatron.conditions import (
 )
 
 BACKENDS = ("auto", "cuda", "reference")
+MAX_DEADLINE = 86400  # a day
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class MokConfig:
     workspace; None: `mok_megatron.limits.max_tokens` finds it.
     row_budget: rows that a rank's buffers hold there, as a multiple of its share of a balanced
     routing; see `mok_megatron.limits.row_capacity`.
+    deadline: seconds that a call waits there for another rank before it ends the process.
 
     Raises ValueError for any other value.
     """
@@ -53,6 +55,7 @@ class MokConfig:
     backend: str = "auto"
     max_tokens: int | None = None
     row_budget: float = 1.25
+    deadline: int = 60
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -69,6 +72,11 @@ class MokConfig:
             raise ValueError(
                 f"mok: --mok-row-budget must be at least 1, got {self.row_budget}; 1 holds a "
                 "balanced routing, more than that spares passes"
+            )
+        if not 1 <= self.deadline <= MAX_DEADLINE:
+            raise ValueError(
+                f"mok: --mok-deadline must be 1 to {MAX_DEADLINE} seconds, got {self.deadline}; "
+                "give the longest that a healthy rank may let others wait"
             )
 
 

@@ -91,6 +91,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 self.ep_group,
                 max_tokens=settings.max_tokens,
                 row_budget=settings.row_budget,
+                deadline=settings.deadline,
                 arguments=plugin.training_arguments(),
             )
             pipelined = self.config.pipeline_model_parallel_size > 1

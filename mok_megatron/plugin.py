@@ -270,6 +270,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "Rows that a rank's buffers of the cuda backend hold with expert parallelism, as a "
         "multiple of the balanced share; a routing that brings more is an error on all ranks.",
     },
+    "deadline": {
+        "type": int,
+        "metavar": "S",
+        "help": "Seconds that a call of the cuda backend with expert parallelism waits for another "
+        "rank before it ends with an error.",
+    },
 }
 
 

@@ -148,6 +148,10 @@ def test_settings_are_checked() -> None:
     for budget in (0.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=rf"mok: --mok-row-budget must .*, got {budget}; "):
             MokConfig(row_budget=budget)
+    assert MokConfig().deadline == 60
+    for deadline in (0, -1, 86401):
+        with pytest.raises(ValueError, match=rf"mok: --mok-deadline must .*, got {deadline}; give"):
+            MokConfig(deadline=deadline)
 
 
 # Fields about MoE that only the router reads, or only another dispatcher: those by their beginning.

@@ -379,10 +379,12 @@ def test_settings(tmp_path: Path) -> None:
         print(plugin.settings().backend)
         global_vars.ARGS = arguments.parse_args()
         print(plugin.settings().backend)
-        print(plugin.settings().max_tokens, plugin.settings().row_budget)
+        settings = plugin.settings()
+        print(settings.max_tokens, settings.row_budget, settings.deadline)
     """
     given = ("--mok-backend", "reference", "--mok-max-tokens", "512", "--mok-row-budget", "1.5")
-    assert python(tmp_path, code, *given) == ("auto\nreference\n512 1.5", "")
+    given += ("--mok-deadline", "7")
+    assert python(tmp_path, code, *given) == ("auto\nreference\n512 1.5 7", "")
 
 
 def test_settings_of_activate(tmp_path: Path) -> None:
@@ -408,7 +410,7 @@ def test_settings_of_activate(tmp_path: Path) -> None:
         ("activate(backend='fast')", "ValueError: mok: --mok-backend must be one of auto, cuda"),
         (
             "activate(speed=2)",
-            "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, got speed",
+            "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, deadline, ",
         ),
         (
             "activate(backend='cuda'); mok_megatron.activate(backend='reference')",

@@ -9,6 +9,7 @@
 
 #include "symmetric.cuh"
 #include "view.cuh"
+#include "wire.cuh"
 
 namespace mok {
 namespace {
@@ -113,6 +114,11 @@ __device__ __forceinline__ void bring_choices(const GatherArguments& a, const St
   for (int job = blockIdx.x; job < spans * a.peers.ranks; job += gridDim.x) {
     const int rank = job / spans, first = (job - rank * spans) * kSpan + threadIdx.x;
     const int valid = refused ? 0 : start[rank].tokens * a.choices;
+    if constexpr (kThrottledWire) {
+      const int here = min(max(valid - (first - static_cast<int>(threadIdx.x)), 0), kSpan);
+      if (threadIdx.x == 0) carry(a.peers, rank, a.peers.rank, 8 * here);
+      __syncthreads();
+    }
     const int32_t* const expert = part<int32_t>(a.peers, rank, a.peers.at.expert[g]);
     const float* const prob = part<float>(a.peers, rank, a.peers.at.prob[g]);
     int32_t id[kEach];
@@ -215,12 +221,18 @@ ExchangeFault* exchange_fault_record() {
   return record;
 }
 
-void load_exchange() {
+void load_exchange(int32_t deadline) {
+  check(set_deadline(deadline), "cudaMemcpyToSymbol");
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, publish), "cudaFuncGetAttributes");
   check(cudaFuncGetAttributes(&attributes, gather), "cudaFuncGetAttributes");
   check(cudaFuncGetAttributes(&attributes, route_view), "cudaFuncGetAttributes");
 }
+
+#ifdef MOK_THROTTLED_WIRE  // the host's part: where the rate goes, and in which number
+extern "C" int64_t mok_wire_place() { return kWireOffset + offsetof(Wire, per_byte); }
+extern "C" uint32_t mok_wire_per_byte(double rate) { return wire_per_byte(rate); }
+#endif
 
 void launch_publish(const PublishArguments& a) {
   publish<<<a.ctas, kPublishThreads, 0, static_cast<cudaStream_t>(a.stream)>>>(a);

@@ -180,6 +180,27 @@ struct PlanWalker {
 constexpr int kMoveRows = 4;
 constexpr int kPushRows = 16;  // that go home together; tickets of them follow those of moves
 
+// The order of a rank's groups inside an expert. Its rows lie by the rank whose tokens they are, so
+// in their order all ranks would read from rank 0 at once, then all from rank 1. Here they take
+// turns through as many parts of the expert as there are ranks, each from another part on.
+struct Turns {
+  int32_t log2 = 0;  // of the parts
+  int32_t first = 0;
+
+  // most: parts that an expert's groups can be cut into, whose number is a multiple of it.
+  MOK_HOST_DEVICE static Turns of(int ranks, int rank, int most) {
+    Turns t;
+    while ((2 << t.log2) <= ranks && (2 << t.log2) <= most) ++t.log2;
+    t.first = rank;
+    return t;
+  }
+
+  // The one that is taken as number i, of `groups`.
+  MOK_HOST_DEVICE int at(int i, int groups) const {
+    return ((i + first) & ((1 << log2) - 1)) * (groups >> log2) + (i >> log2);
+  }
+};
+
 struct Move {
   int32_t group;
   int32_t source;

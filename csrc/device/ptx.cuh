@@ -29,6 +29,13 @@ __device__ __forceinline__ int lane_index() {
   return lane;
 }
 
+// The same clock for all SMs.
+__device__ __forceinline__ uint64_t global_nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 // ---- faults
 
 // Writes the record, if nobody has, and ends the grid.
@@ -102,7 +109,7 @@ __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity, Fault* 
   if (!completed(barrier, parity)) {
     const long long began = clock64();
     while (!completed(barrier, parity)) {
-      if (clock64() - began > kDeadlineCycles) fail(fault, tag, parity);
+      if (clock64() - began > wait_cycles.own) fail(fault, tag, parity);
     }
   }
   perhaps_delay();
@@ -155,7 +162,7 @@ __device__ __forceinline__ void wait_count(const int32_t* word, int32_t wanted, 
   for (;;) {
     const int32_t seen = load_acquire(word);
     if (seen >= wanted) return;
-    if (clock64() - began > kDeadlineCycles) fail(fault, tag, static_cast<uint32_t>(seen));
+    if (clock64() - began > wait_cycles.own) fail(fault, tag, static_cast<uint32_t>(seen));
   }
 }
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epo
     const uint64_t both = load_acquire_system(word);
     const auto seen = static_cast<uint32_t>(both);
     if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
-    if (clock64() - began > kDeadlineCycles) fail_awaiting(fault, Tag::kCombineHome, seen, epoch);
+    if (clock64() - began > wait_cycles.other) fail_awaiting(fault, Tag::kCombineHome, seen, epoch);
   }
 }
 

@@ -18,14 +18,18 @@
 // A reader whose copies go through the async proxy fences after its acquire; store waits until its
 // copies have arrived, not only left shared memory, before it raises a counter.
 //
-// Push or pull: one rank so far, its rows are copied row block by row block in the order in which
-// tiles need them, and combine reads them where the last product left them.
+// Push or pull: tokens are pulled row block by row block by who computes on them, in the order in
+// which its tiles need them, so that `ready` is a counter of the own GPU and no sender has to know
+// the receiver's order. Results are pushed by who has them as soon as their block is done: a read
+// would wait for them over the wire first. Combine finds them at home, as it does those of one
+// rank, which lie where the last product left them. Several ranks take turns (Turns, plan.cuh).
 #pragma once
 
 #include "../device/combine.cuh"
 #include "../device/move.cuh"
 #include "../device/plan.cuh"
 #include "../device/symmetric.cuh"
+#include "../device/wire.cuh"
 #include "launch.cuh"
 
 namespace mok::sm90 {
@@ -75,6 +79,7 @@ struct Direction {
   using Tiling = TILING;
   struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
     MoveStorage move;
+    int32_t move_expert[3];  // of the last ticket of each source, and of rows that go home
     PlanWalker walker;
   };
   using Parameters = DirectionParameters;
@@ -116,7 +121,10 @@ struct Direction {
     DIRECTION::with_kind(which, p.pass[index], f);
   }
 
-  static __device__ __forceinline__ void set_up(Storage& storage) { prepare(storage.move); }
+  static __device__ __forceinline__ void set_up(Storage& storage) {
+    prepare(storage.move);
+    for (int32_t& expert : storage.move_expert) expert = 0;
+  }
 
   static __device__ __forceinline__ void check(const Parameters& p) {
     for (int i = 0; i < 2 * p.plan.shape.passes; ++i) check_table(p.pass[i], p.fault);
@@ -162,18 +170,29 @@ struct Direction {
     Mover mover{storage.move, p.fault};
     int ticket = 0;
     if constexpr (RANKS) fence_async();  // generic stores of other ranks, which gather has seen
-    if (!RANKS || one) ticket = bring_rows(p, order, mover);
-    if constexpr (RANKS) send_rows_home(p, order, mover, ticket);
+    if (!RANKS || one) ticket = bring_rows(p, order, storage, mover);
+    if constexpr (RANKS) send_rows_home(p, order, storage, mover, ticket);
+  }
+
+  // A ticket's group of ROWS rows of the source, and the expert, which only grows.
+  template <int ROWS>
+  static __device__ __forceinline__ int group_of(const Parameters& p, int ticket, int32_t& expert) {
+    const int32_t* const start = p.plan.shape.start;
+    while (start[expert + 1] <= ticket * ROWS) ++expert;
+    if constexpr (!RANKS) return ticket;
+    const Peers& group = p.exchange.peers;
+    const int first = start[expert] / ROWS, groups = start[expert + 1] / ROWS - first;
+    return first + Turns::of(group.ranks, group.rank, kRowTile / ROWS).at(ticket - first, groups);
   }
 
   // The ring covers what a ticket's slots cost; the number of the next one is on its way meanwhile.
   // Returns the ticket in hand that is no longer one of a move.
   static __device__ __forceinline__ int bring_rows(const Parameters& p, const MoveOrder& order,
-                                                   Mover& mover) {
-    int expert = 0, ticket = take_move(p);
+                                                   Storage& storage, Mover& mover) {
+    int ticket = take_move(p);
     while (ticket < order.count()) {
       const int next = take_move(p);
-      move(p, order.at(ticket), expert, mover);
+      move(p, order.at(ticket), storage, mover);
       ticket = next;
     }
     mover.settle();
@@ -184,11 +203,14 @@ struct Direction {
     return take_ticket(p.counters.tickets + 1);
   }
 
-  // `expert`: a walker; the rows of a source only grow.
-  static __device__ __forceinline__ void move(const Parameters& p, const Move& what, int& expert,
-                                              Mover& mover) {
-    int4 slots = __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + what.group);
-    const int first = what.group * kMoveRows, bytes = p.move.row_bytes;
+  static __device__ __forceinline__ void move(const Parameters& p, const Move& what,
+                                              Storage& storage, Mover& mover) {
+    int32_t& expert = storage.move_expert[what.source];
+    const int group =
+        RANKS || what.source == 1 ? group_of<kMoveRows>(p, what.group, expert) : what.group;
+    int4 slots = __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + group);
+    const int first = group * kMoveRows, bytes = p.move.row_bytes;
+    if constexpr (RANKS && kThrottledWire) carry_rows(p.exchange.peers, slots, bytes);
     const uint8_t* const tokens = static_cast<const uint8_t*>(p.move.tokens[what.source]);
     uint8_t* to =
         static_cast<uint8_t*>(p.move.rows[what.source]) + static_cast<int64_t>(first) * bytes;
@@ -208,7 +230,6 @@ struct Direction {
     if (what.source == 0) {
       mover.signal(p.counters.ready + first / kRowTile, valid);
     } else {
-      while (p.plan.shape.start[expert + 1] <= first) ++expert;
       mover.signal(p.counters.expert_rows + expert, valid);
     }
   }
@@ -231,14 +252,17 @@ struct Direction {
 
   // The whole warp; tickets behind the last pull, the first of them in lane 0's hands.
   static __device__ __forceinline__ void send_rows_home(const Parameters& p, const MoveOrder& order,
-                                                        Mover& mover, int ticket) {
+                                                        Storage& storage, Mover& mover,
+                                                        int ticket) {
     const PlanShape& s = p.plan.shape;
     const int end = s.start[s.experts] / kPushRows;
     for (;;) {
+      const bool one = threadIdx.x % 32 == 0;
       const int push = __shfl_sync(~0u, ticket, 0) - order.count();
       if (push >= end) return;
-      send_home(p, push * kPushRows, mover);
-      if (threadIdx.x % 32 == 0) ticket = take_move(p);
+      const int group = one ? group_of<kPushRows>(p, push, storage.move_expert[2]) : 0;
+      send_home(p, __shfl_sync(~0u, group, 0) * kPushRows, mover);
+      if (one) ticket = take_move(p);
     }
   }
 
@@ -260,6 +284,7 @@ struct Direction {
     const auto to =
         reinterpret_cast<uint64_t>(base + group.at.home + static_cast<int64_t>(inside) * bytes);
     const bool mine = rank != group.rank;
+    if constexpr (kThrottledWire) carry(group, group.rank, rank, bytes + sizeof(Arrival));
     const float sum = mine && p.parts != nullptr ? sum_of_parts(p, row) : 0.0f;
     for (; away != 0; away &= away - 1) {
       const int i = __ffs(away) - 1;

@@ -7,6 +7,9 @@ void launch_forward_of_ranks(const DirectionParameters& p, const DirectionLaunch
   launch_direction<Forward<true>>(p, launch);
 }
 
-void load_forward_of_ranks() { load_kernel<Forward<true>>(); }
+void load_forward_of_ranks(int32_t deadline) {
+  check(set_deadline(deadline), "cudaMemcpyToSymbol");
+  load_kernel<Forward<true>>();
+}
 
 }  // namespace mok::sm90

@@ -26,7 +26,7 @@ def choose(
     `auto` is cuda for CUDA tensors and reference for CPU tensors: the reference never runs on a GPU
     unless it is named. Raises RuntimeError (cause, remedy) when what was asked for cannot run: no
     library, another GPU, a shape, dtype or group that cuda.py does not take. limits: of the cuda
-    backend with several ranks: max_tokens, row_budget, arguments, as in ranks.Ranks.
+    backend with several ranks: max_tokens, row_budget, deadline, arguments, as ranks.Ranks.
     """
     if name not in NAMES:
         raise ValueError(f"mok: --mok-backend must be one of {', '.join(NAMES)}, got {name!r}")

@@ -70,7 +70,11 @@ def record() -> Found:
 
     def before_step(*_: object) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().synchronize()
+            try:
+                torch.cuda.current_stream().synchronize()
+            except RuntimeError:
+                torch.ops.mok_megatron.check_stopped()  # says more, if it was a launch of ours
+                raise
             if found.value:
                 raise_found()
 

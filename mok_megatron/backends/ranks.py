@@ -39,8 +39,8 @@ class Ranks:
     """One layer's place in its expert parallel group.
 
     `given`: a workspace and a layer number, of virtual ranks; otherwise the group's workspace, made
-    at the first call. max_tokens and row_budget: --mok-max-tokens and --mok-row-budget; arguments:
-    megatron.training's, or None.
+    at the first call. max_tokens, row_budget and deadline: --mok-max-tokens, --mok-row-budget and
+    --mok-deadline; arguments: megatron.training's, or None.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Ranks:
         given: tuple[Workspace, int] | None = None,
         max_tokens: int | None = None,
         row_budget: float = 1.25,
+        deadline: int = 60,
         arguments: Any = None,
     ) -> None:
         self.shape, self.several = shape, shape.ep_size > 1
@@ -61,6 +62,7 @@ class Ranks:
             "row_budget": row_budget,
             "arguments": arguments,
         }
+        self._deadline = deadline
         self.calls = Calls("cuda", shape, group if self.several else None)
         self._patience_s = _VIRTUAL_S
         self._numbers: tuple[Tensor, list[int]] | None = None
@@ -155,7 +157,7 @@ class Ranks:
                 self.shape,
                 self._device,
                 tokens,
-                load=lambda: torch.ops.mok_megatron.load_kernels(),
+                load=lambda: torch.ops.mok_megatron.load_kernels(self._deadline),
                 **self._flags,
             )
         except RuntimeError as error:

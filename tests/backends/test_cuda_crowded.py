@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.backends import cuda_cases as cases
+from tests.backends import cuda_ranks as virtual
 
 gpu = pytest.mark.gpu
 LIMIT = 20  # seconds that a holder stays at most
@@ -80,6 +81,38 @@ def test_a_layer_ends_while_another_kernel_holds_all_but_a_few_sms(left: int) ->
         assert holds(), "the other kernel ended too early to show anything"
     found = [y_TH, gradients.dx_TH, gradients.dprob_TK, *cases.flat(into)]
     assert cases.differing(found, list(expected.tensors().values())) == []
+
+
+@gpu
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("left", [72, 68])
+def test_ranks_end_while_most_of_one_ranks_ctas_cannot_start(left: int) -> None:
+    """Two virtual ranks of 66 CTAs each, the second of which finds room for few. The other kernel
+    ends when both directions of both ranks have."""
+    problem = cases.Problem.of(CASE)
+    parts = virtual.split(problem, (200, 300))
+    group = virtual.Group.of(parts[0].shape, 300)
+    places = problem.places(torch.float32, accumulate=True)
+    into = virtual.places(parts, places)
+    whole = cases.call(cases.cuda_backend(problem.shape), problem, places)
+    group.forward(parts)  # so that the streams' allocations and the kernels are there
+    torch.cuda.synchronize()
+    with _held(virtual.SMS - left) as holds:
+        forward = group.forward(parts)
+        gradients = group.backward(parts, [context for _, context in forward], into)
+        ended = torch.cuda.Event()
+        ended.record()
+        assert _wait(ended.query, LIMIT / 2), "the ranks wait for the other kernel"
+        assert holds(), "the other kernel ended too early to show anything"
+    found = [
+        torch.cat([y_TH for y_TH, _ in forward]),
+        torch.cat([g.dx_TH for g in gradients]),
+        torch.cat([g.dprob_TK for g in gradients]),
+        *(w for places in into for w in places.w1),
+        *(w for places in into for w in places.w2),
+    ]
+    wanted = [whole.y_TH, whole.dx_TH, whole.dprob_TK, *whole.dw[: 2 * CASE.num_experts]]
+    assert cases.differing(found, wanted) == []
 
 
 @gpu

@@ -4,6 +4,9 @@ number of ranks, their tokens, their SMs, and who comes first."""
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -294,6 +297,36 @@ def test_a_rank_that_cannot_make_its_call_keeps_nobody_waiting() -> None:
     assert bool(group.each(run)[0].isnan().all())
     _raises_once(group, "got one that did not on expert parallel rank 1")
     _check(problem, (300, 300), group=group)
+
+
+ALONE = """
+import time
+import torch
+from tests.backends import cuda_ranks as virtual
+from tests.backends.test_cuda_ep import CASE, Problem
+
+parts = virtual.split(Problem.of(CASE), (300, 300))
+group = virtual.Group.of(parts[0].shape, 300)
+group.backends[0]._ranks._patience_s = 3
+first = parts[0]
+torch.cuda.synchronize()
+began = time.monotonic()
+group.backends[0].forward(first.x_TH, first.expert_TK, first.prob_TK, first.weights)
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(time.monotonic() - began)
+    torch.ops.mok_megatron.check_stopped()
+"""
+
+
+@gpu
+def test_a_rank_that_does_not_come_is_given_up() -> None:
+    """In a process of its own, whose CUDA context ends."""
+    command = [sys.executable, "-c", ALONE]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert 2.9 < float(found.stdout) < 9, found.stderr  # 6e9 cycles, at whatever clock
+    assert re.search(r"gather waited for the start .* thread 1, saw", found.stderr), found.stderr
 
 
 @gpu

@@ -106,7 +106,8 @@ def _faults(group: Any) -> list[str]:
 
 
 def _backend(shape: Any, group: Any) -> CudaBackend:
-    backend, reason = choose("auto", shape, cases.DEVICE, group, max_tokens=110, row_budget=4.0)
+    limits = {"max_tokens": 110, "row_budget": 4.0, "deadline": 5}
+    backend, reason = choose("auto", shape, cases.DEVICE, group, **limits)
     assert reason == "the tensors are on a GPU"
     assert isinstance(backend, CudaBackend)
     return backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,10 +42,13 @@ def test_the_first_call_joins_with_the_flags_and_counts_layers(
     asked = []
 
     def of(group, shape, device, tokens, **flags) -> Workspace:
-        flags.pop("load")
+        flags.pop("load")()
         asked.append((shape, tokens, flags))
         return Workspace(torch.zeros(8, dtype=torch.uint8), [0, 0], 1, LIMITS, 77)
 
+    loaded: list[int] = []
+    ops = SimpleNamespace(load_kernels=loaded.append)
+    monkeypatch.setattr(torch, "ops", SimpleNamespace(mok_megatron=ops))
     monkeypatch.setattr(workspace, "of", of)
     group = type("Group", (), {"group_name": "a test's", "rank": lambda self: 1})()
     monkeypatch.setattr(calls.dist, "get_process_group_ranks", lambda group: [0, 1])
@@ -53,12 +57,13 @@ def test_the_first_call_joins_with_the_flags_and_counts_layers(
     met = []
     monkeypatch.setattr(calls, "_meet", lambda place, group: met.append(setattr(place, "run", "5")))
     flags = {"max_tokens": 9, "row_budget": 2.0, "arguments": None}
-    layers = [Ranks(SHAPE, group, CPU, **flags) for _ in range(2)]
+    layers = [Ranks(SHAPE, group, CPU, deadline=7, **flags) for _ in range(2)]
     numbers = [layer.call("forward", tokens)[1] for layer in layers for tokens in (5, 6)]
     given = {"given_tokens": 9, "row_budget": 2.0, "arguments": None}
     assert len(met) == 1
     assert [layer.calls.now.number for layer in layers] == [2, 4]
     assert asked == [(SHAPE, 5, given), (SHAPE, 5, given)]
+    assert loaded == [7, 7]
     assert numbers == [[1, 16, 384, layer, 77, 60] for layer in (1, 1, 2, 2)]
 
 

@@ -204,7 +204,15 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
         "-Wno-sign-compare",
         "-fPIC",
     ]
-    command += [f"-I{HERE}", f"-I{folder}", "-xc++", "-c"]
+    command += [
+        f"-I{HERE}",
+        f"-I{folder}",
+        "-D__CUDACC__",
+        "-include",
+        "cuda_runtime.h",
+        "-xc++",
+        "-c",
+    ]
     objects = [folder / f"{name.replace('/', '_')}.o" for name in (*KERNELS, "directions")]
     paths = [*(copy / name for name in KERNELS), HERE / "directions.cpp"]
 

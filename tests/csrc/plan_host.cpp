@@ -87,6 +87,14 @@ extern "C" int32_t move_order(const int32_t *words, const int32_t *start,
   return order.lag;
 }
 
+// The order in which a rank takes `groups` of an expert, into `out`.
+extern "C" void turns(int32_t ranks, int32_t rank, int32_t most, int32_t groups,
+                      int32_t *out) {
+  const mok::Turns order = mok::Turns::of(ranks, rank, most);
+  for (int32_t i = 0; i < groups; ++i)
+    out[i] = order.at(i, groups);
+}
+
 // All tickets of many shapes. cases: words of a shape, experts, walkers, room
 // in `out`, for each; ticket i goes to walker i * i % walkers. Where the tiles
 // do not fill the room, the first word is -9.

@@ -120,7 +120,7 @@ constexpr int kHome = 2;
 
 // Tickets of rows to bring, then of rows to send home. mixed: an expert's go
 // home after its own.
-inline void set_moves(Work &w, int sources, int rank, bool mixed) {
+inline void set_moves(Work &w, int sources, int rank, int ranks, bool mixed) {
   const auto add = [&](int source, int first, int count) {
     Work::Move move{source, first / mok::kRowTile, 0, {}};
     for (int i = 0; i < static_cast<int>(w.rows.size()); ++i) {
@@ -133,13 +133,23 @@ inline void set_moves(Work &w, int sources, int rank, bool mixed) {
     if (!move.rows.empty())
       w.moves.push_back(move);
   };
+  const auto row_of = [&](int ticket, int rows) {
+    int expert = 0;
+    while (w.start[expert + 1] <= ticket * rows)
+      ++expert;
+    const int first = w.start[expert] / rows;
+    const mok::Turns turns = mok::Turns::of(ranks, rank, mok::kRowTile / rows);
+    return (first +
+            turns.at(ticket - first, w.start[expert + 1] / rows - first)) *
+           rows;
+  };
   const mok::MoveOrder order = mok::MoveOrder::of(w.shape, sources);
   for (int ticket = 0; ticket < order.count(); ++ticket) {
     const mok::Move move = order.at(ticket);
-    add(move.source, move.group * mok::kMoveRows, mok::kMoveRows);
+    add(move.source, row_of(move.group, mok::kMoveRows), mok::kMoveRows);
   }
-  for (int first = 0; first < w.start.back(); first += mok::kPushRows)
-    add(kHome, first, mok::kPushRows);
+  for (int push = 0; push < w.start.back() / mok::kPushRows; ++push)
+    add(kHome, row_of(push, mok::kPushRows), mok::kPushRows);
   const auto before = [](const Work::Move &a, const Work::Move &b) {
     return a.expert < b.expert;
   };
@@ -203,7 +213,7 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
     if (call.backward)
       pass[2] = pass[3] = {1, 1, 0};
   }
-  set_moves(w, call.backward ? 2 : 1, rank, s.seed == kPushFirst);
+  set_moves(w, call.backward ? 2 : 1, rank, s.ranks, s.seed == kPushFirst);
   w.first.resize(shape.segments() + 4);
   for (int i = 0; i < shape.segments(); ++i)
     w.first[i + 1] =

@@ -279,3 +279,15 @@ def test_no_atomics_and_no_local_memory(kernels: dict[str, list[str]], name: str
     for code in kernels[name]:
         assert not re.search(r"\b(ATOM|ATOMG|ATOMS|RED|REDG)\b", code)
         assert not re.search(r"\b(LDL|STL)\b", code)
+
+
+@pytest.mark.parametrize("seconds", [0, -5, 86401])
+def test_a_deadline_has_bounds(seconds: int) -> None:
+    with pytest.raises(
+        RuntimeError, match=rf"mok: --mok-deadline must .*, got {seconds}; give the"
+    ):
+        torch.ops.mok_megatron.load_kernels(seconds)
+
+
+def test_no_launch_has_failed() -> None:
+    torch.ops.mok_megatron.check_stopped()

@@ -310,6 +310,25 @@ def test_moves_come_once_and_the_second_source_follows_the_first(planner: Planne
                 assert at[group, 1] > at[min(group + lag, groups - 1), 0]
 
 
+@pytest.mark.parametrize("most", [8, 32])  # pushes and moves of a row tile
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16, 72])
+def test_ranks_take_turns_in_an_expert(planner: Planner, ranks: int, most: int) -> None:
+    """Each takes every group once, and never all of them the same part of an expert."""
+    for tiles in (1, 2, 3, 8, 33):
+        groups = most * tiles
+        orders = []
+        for rank in range(ranks):
+            out = (ctypes.c_int32 * groups)()
+            planner.library.turns(ranks, rank, most, groups, out)
+            assert sorted(out) == list(range(groups))
+            orders.append(list(out))
+        parts = min(1 << ranks.bit_length() - 1, most)
+        for taken in zip(*orders, strict=True):
+            each = Counter(group * parts // groups for group in taken)
+            assert len(each) == parts
+            assert max(each.values()) <= -(-ranks // parts)
+
+
 def test_rows_outside_the_contract_are_marked(planner: Planner) -> None:
     draw = random.Random(3)
     base = drawn(draw)

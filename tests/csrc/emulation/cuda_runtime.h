@@ -14,6 +14,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __grid_constant__
+#define __constant__
 #define __launch_bounds__(...)
 #define threadIdx (emulated::now().thread)
 #define blockIdx (emulated::now().cta->block)
@@ -101,6 +102,15 @@ T atomicAdd(T* word, T amount) {
   return old;
 }
 
+template <class T>
+T atomicMax(T* word, T value) {
+  emulated::give_way();
+  const T old = *word;
+  *word = std::max(old, value);
+  return old;
+}
+inline void __nanosleep(unsigned) { emulated::give_way(); }
+
 // ---- runtime
 
 using cudaStream_t = void*;
@@ -127,6 +137,11 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, F) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = 2;
+  return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaMemcpyToSymbol(T& symbol, const T* from, size_t) {
+  symbol = *from;
   return cudaSuccess;
 }
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {

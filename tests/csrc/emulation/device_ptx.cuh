@@ -14,6 +14,7 @@ namespace mok {
   emulated::stop(std::string(describe(tag)) + ", saw " + std::to_string(value));
 }
 
+inline uint64_t global_nanoseconds() { return 0; }
 inline int lane_index() { return emulated::lane(); }
 
 inline uint32_t shared_address(const void* pointer) {
