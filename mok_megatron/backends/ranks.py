@@ -65,7 +65,6 @@ class Ranks:
         self._deadline = deadline
         self.calls = Calls("cuda", shape, group if self.several else None)
         self._patience_s = _VIRTUAL_S
-        self._numbers: tuple[Tensor, list[int]] | None = None
 
     def call(self, direction: str, tokens: int) -> tuple[Tensor, list[int]] | tuple[()]:
         """Begins a call. `bases` and `group` of the ops forward and backward; nothing of one rank.
@@ -76,14 +75,24 @@ class Ranks:
         self.calls.begin(direction, tokens)
         if not self.several:
             return ()
-        if self._numbers is None:
-            space, layer = self._given = self._given or self._join(tokens)
-            most, patience = space.limits, self._patience_s
-            numbers = [space.rank, most.tokens, most.rows, layer, space.settings, patience]
-            self._numbers = space.bases_P, numbers
+        if self._given is None:
+            self._given = self._join(tokens)
         if torch.cuda.is_current_stream_capturing():
             self.calls.place.captured = True
-        return self._numbers
+        return self._numbers()
+
+    def _numbers(self) -> tuple[Tensor, list[int]]:
+        assert self._given is not None, "no call has begun"
+        space, layer = self._given
+        limits = space.limits
+        return space.bases_P, [
+            space.rank,
+            limits.tokens,
+            limits.rows,
+            layer,
+            space.settings,
+            self._patience_s,
+        ]
 
     @property
     def rank(self) -> int:
@@ -112,10 +121,10 @@ class Ranks:
         return error
 
     def _refuse(self) -> None:
-        if self._numbers is not None and not torch.cuda.is_current_stream_capturing():
+        if self.several and not torch.cuda.is_current_stream_capturing():
             direction = _DIRECTIONS[self.calls.now.direction]
             torch.ops.mok_megatron.refuse(
-                *self._numbers, direction, self.shape.top_k, self.shape.hidden
+                *self._numbers(), direction, self.shape.top_k, self.shape.hidden
             )
 
     @property
