@@ -59,18 +59,27 @@ std::vector<int64_t> schedule_words(int64_t tokens, int64_t choices, int64_t exp
           s.bytes / 4};
 }
 
-// A table of `count` maps, or, where it may be left out, one without records.
-const void* table_of(const Tensor& table, const char* name, int64_t count, bool optional) {
-  if (optional && table.numel() == 0) return nullptr;
-  check_tensor(table, name, ScalarType::Byte, {count + 1, mok::kTensorMapBytes}, 128);
-  return table.const_data_ptr();
+// Tables of tensor maps, one behind the other in one tensor: of w1, w2, and with a shared expert of
+// its two. `there`: bit i says whether the i-th has records. Few arguments, since torch takes as
+// long for each tensor of a list as a launch does for a parameter.
+mok::WeightTables tables_of(const Tensor& tables, const char* name, int64_t experts, bool shared,
+                            int64_t there = 15) {
+  const int64_t count[4] = {experts + 1, experts + 1, shared ? 2 : 0, shared ? 2 : 0};
+  int64_t start[5] = {};
+  for (int i = 0; i < 4; ++i) start[i + 1] = start[i] + (there >> i & 1 ? count[i] : 0);
+  check_tensor(tables, name, ScalarType::Byte, {start[4], mok::kTensorMapBytes}, 128);
+  const auto* const records = static_cast<const uint8_t*>(tables.const_data_ptr());
+  const void* table[4];
+  for (int i = 0; i < 4; ++i) {
+    table[i] = start[i] < start[i + 1] ? records + start[i] * mok::kTensorMapBytes : nullptr;
+  }
+  return {.w1 = table[0], .w2 = table[1], .shared_w1 = table[2], .shared_w2 = table[3]};
 }
 
-mok::WeightTables weights_of(const std::vector<Tensor>& weights, int64_t experts, bool shared) {
-  return {.w1 = table_of(weights[0], "w1", experts, false),
-          .w2 = table_of(weights[1], "w2", experts, false),
-          .shared_w1 = shared ? table_of(weights[2], "shared w1", 1, false) : nullptr,
-          .shared_w2 = shared ? table_of(weights[3], "shared w2", 1, false) : nullptr};
+// A table's last record says what the others are.
+int64_t experts_of(const Tensor& tables, bool shared) {
+  STD_TORCH_CHECK(tables.dim() == 2, "mok: weights must be tables, got ", shape_of(tables));
+  return (tables.size(0) - (shared ? 4 : 0)) / 2 - 1;
 }
 
 int32_t check_width(int64_t width, const char* name) {
@@ -90,16 +99,6 @@ mok::Sizes check_sizes(const Tensor& x, int64_t width, int64_t shared_width) {
               shared_width == 0 ? 0 : check_width(shared_width, "the shared expert's width")};
 }
 
-void check_count(const std::vector<Tensor>& list, const char* name, size_t wanted) {
-  STD_TORCH_CHECK(
-      list.size() == wanted, "mok: ", name, " must be ", wanted, " tensors, got ", list.size());
-}
-
-int64_t experts_of(const std::vector<Tensor>& weights, bool shared) {
-  check_count(weights, "weights", shared ? 4 : 2);
-  return weights[0].size(0) - 1;  // a table's last record says what the others are
-}
-
 mok::DirectionLaunch direction_launch(const Tensor& x, int32_t* words, int64_t ctas,
                                       int64_t ahead) {
   STD_TORCH_CHECK(ctas >= 0 && ctas <= 65535, "mok: ctas must be 0 (all SMs) to 65535, got ", ctas);
@@ -112,37 +111,40 @@ mok::DirectionLaunch direction_launch(const Tensor& x, int32_t* words, int64_t c
           .stream = stream_of(x)};
 }
 
-void check_all_on(const Tensor& x, const char* op, std::vector<const Tensor*> all,
-                  const std::vector<const std::vector<Tensor>*>& lists) {
-  for (const auto* list : lists) {
-    for (const Tensor& t : *list) {
-      if (t.numel() > 0) all.push_back(&t);
-    }
-  }
-  check_device(x, op, all);
-  check_fault();
-}
-
 Tensor new_bf16(const Tensor& like, int64_t rows, int64_t columns) {
   return new_tensor(like, {rows, columns}, ScalarType::BFloat16);
 }
 
+// What forward keeps for backward, in one tensor.
+struct Kept {
+  int64_t schedule, gate_up, shared_gate_up, bytes;
+
+  static Kept of(const Schedule& s, int64_t width, int64_t shared_width) {
+    Room room;
+    Kept k{};
+    k.schedule = room.take(s.bytes);  // first, as schedule_words has it
+    k.gate_up = room.take_bf16(s.rows, 2 * width);
+    k.shared_gate_up = room.take_bf16(s.tokens, 2 * shared_width);
+    k.bytes = room.bytes();
+    return k;
+  }
+};
+
 // y, and what backward needs: the schedule, gate_up [R, 2F], the shared expert's [T, 2S].
-// weights: tables of w1, w2, and of the shared expert's.
-std::tuple<Tensor, std::vector<Tensor>> forward(const Tensor& x, const Tensor& expert,
-                                                const Tensor& prob,
-                                                const std::vector<Tensor>& weights, int64_t width,
-                                                int64_t shared_width, int64_t ctas, int64_t ahead,
-                                                const std::optional<Tensor>& bases,
-                                                const std::vector<int64_t>& numbers) {
+// weights: tables.
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& expert, const Tensor& prob,
+                                   const Tensor& weights, int64_t width, int64_t shared_width,
+                                   int64_t ctas, int64_t ahead, const std::optional<Tensor>& bases,
+                                   const std::vector<int64_t>& numbers) {
   const bool shared = shared_width != 0;
   const Group g = Group::of(bases, numbers);
   const Schedule s = check_choices(expert, prob, experts_of(weights, shared), g.rows);
   check_tensor(x, "x", ScalarType::BFloat16, {s.tokens, -1}, 16);
   mok::ForwardArguments arguments{.sizes = check_sizes(x, width, shared_width),
-                                  .weights = weights_of(weights, s.experts, shared)};
+                                  .weights = tables_of(weights, "weights", s.experts, shared)};
   const int64_t hidden = arguments.sizes.hidden;
-  check_all_on(x, "forward", {&expert, &prob, bases ? &*bases : &x}, {&weights});
+  check_device(x, "forward", {&expert, &prob, &weights, bases ? &*bases : &x});
+  check_fault();
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
@@ -157,14 +159,14 @@ std::tuple<Tensor, std::vector<Tensor>> forward(const Tensor& x, const Tensor& e
   const Tensor scratch = room.allocate(x);
   const Tensor y = new_bf16(x, s.tokens, hidden);
   arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead);
-  std::vector<Tensor> kept{new_schedule(s, x), new_bf16(x, s.rows, 2 * width)};
+  const Kept at = Kept::of(s, width, shared_width);
+  const Tensor kept = new_tensor(x, {at.bytes}, ScalarType::Byte);
   arguments.peers = g.peers(s.choices, hidden);
   if (g.several()) {
-    open_forward(
-        g, s, opening, arguments.launch, arguments.peers, x, expert, prob, scratch, kept[0]);
+    open_forward(g, s, opening, arguments.launch, arguments.peers, x, expert, prob, scratch, kept);
   } else {
     mok::launch_route(route_arguments(s,
-                                      kept[0],
+                                      kept,
                                       expert.const_data_ptr<int32_t>(),
                                       prob.const_data_ptr<float>(),
                                       slots,
@@ -172,15 +174,14 @@ std::tuple<Tensor, std::vector<Tensor>> forward(const Tensor& x, const Tensor& e
                                       inside<int32_t>(scratch, opening.counts),
                                       arguments.launch.stream));
   }
-  arguments.routing = s.routing(kept[0]);
+  arguments.routing = s.routing(kept);
   arguments.x = x.const_data_ptr();
   arguments.rows = inside(scratch, rows);
-  arguments.gate_up = kept[1].mutable_data_ptr();
+  arguments.gate_up = inside(kept, at.gate_up);
   arguments.activation = inside(scratch, activation);
   arguments.y = y.mutable_data_ptr();
   if (shared) {
-    kept.push_back(new_bf16(x, s.tokens, 2 * shared_width));
-    arguments.shared_gate_up = kept[2].mutable_data_ptr();
+    arguments.shared_gate_up = inside(kept, at.shared_gate_up);
     arguments.shared_activation = inside(scratch, shared_activation);
     arguments.shared_y = inside(scratch, shared_y);
   }
@@ -190,34 +191,35 @@ std::tuple<Tensor, std::vector<Tensor>> forward(const Tensor& x, const Tensor& e
 
 // dx, dprob, and, if asked for, what weight gradients outside read: x rows, dy rows, d_gate_up,
 // activation; with a shared expert its d_gate_up and activation. kept: forward's. gradients: tables
-// in the order of weights, one without records where nothing is wanted here.
+// in the order of weights, of those groups that `wanted` has a bit for.
 std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
-    const Tensor& x, const Tensor& dy, const std::vector<Tensor>& kept,
-    const std::vector<Tensor>& weights, const std::vector<Tensor>& gradients, int64_t choices,
-    int64_t width, int64_t shared_width, bool fp32, bool accumulate, bool outside, int64_t ctas,
-    int64_t ahead, const std::optional<Tensor>& bases, const std::vector<int64_t>& numbers) {
+    const Tensor& x, const Tensor& dy, const Tensor& kept, const Tensor& weights,
+    const Tensor& gradients, int64_t wanted, int64_t choices, int64_t width, int64_t shared_width,
+    bool fp32, bool accumulate, bool outside, int64_t ctas, int64_t ahead,
+    const std::optional<Tensor>& bases, const std::vector<int64_t>& numbers) {
   const bool shared = shared_width != 0;
   const Group g = Group::of(bases, numbers);
   check_tensor(x, "x", ScalarType::BFloat16, {-1, -1}, 16);
   const Schedule s = Schedule::of(x.size(0), choices, experts_of(weights, shared), g.rows);
   check_tensor(dy, "dy", ScalarType::BFloat16, {s.tokens, x.size(1)}, 16);
-  check_count(kept, "kept", shared ? 3 : 2);
-  check_count(gradients, "gradients", shared ? 4 : 2);
-  mok::BackwardArguments arguments{.routing = s.routing(kept[0]),
-                                   .sizes = check_sizes(x, width, shared_width),
-                                   .weights = weights_of(weights, s.experts, shared)};
-  check_tensor(kept[1], "gate_up", ScalarType::BFloat16, {s.rows, 2 * width}, 16);
-  if (shared)
-    check_tensor(kept[2], "shared gate_up", ScalarType::BFloat16, {s.tokens, 2 * shared_width}, 16);
-  arguments.gradients = {
-      .w1 = table_of(gradients[0], "the gradients of w1", s.experts, true),
-      .w2 = table_of(gradients[1], "the gradients of w2", s.experts, true),
-      .shared_w1 = shared ? table_of(gradients[2], "the shared gradient of w1", 1, true) : nullptr,
-      .shared_w2 = shared ? table_of(gradients[3], "the shared gradient of w2", 1, true) : nullptr,
-      .type = fp32 ? mok::Gradient::kFp32 : mok::Gradient::kBf16,
-      .accumulate = accumulate};
-  const int64_t hidden = arguments.sizes.hidden;
-  check_all_on(x, "backward", {&dy, bases ? &*bases : &x}, {&kept, &weights, &gradients});
+  const mok::Sizes sizes = check_sizes(x, width, shared_width);
+  const Kept at = Kept::of(s, width, shared_width);
+  check_tensor(kept, "kept", ScalarType::Byte, {at.bytes}, 16);
+  const mok::WeightTables into = tables_of(gradients, "gradients", s.experts, shared, wanted);
+  mok::BackwardArguments arguments{
+      .routing = s.routing(kept),
+      .sizes = sizes,
+      .weights = tables_of(weights, "weights", s.experts, shared),
+      .gradients = {.w1 = into.w1,
+                    .w2 = into.w2,
+                    .shared_w1 = into.shared_w1,
+                    .shared_w2 = into.shared_w2,
+                    .type = fp32 ? mok::Gradient::kFp32 : mok::Gradient::kBf16,
+                    .accumulate = accumulate}};
+  const int64_t hidden = sizes.hidden;
+  check_device(
+      x, "backward", {&dy, &kept, &weights, bases ? &*bases : &x, wanted ? &gradients : &x});
+  check_fault();
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
@@ -258,17 +260,17 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
   arguments.peers = g.peers(choices, hidden);
   if (g.several()) {
     arguments.routing =
-        open_backward(g, s, opening, arguments.launch, arguments.peers, x, dy, scratch, kept[0]);
+        open_backward(g, s, opening, arguments.launch, arguments.peers, x, dy, scratch, kept);
   }
   arguments.x = x.const_data_ptr();
   arguments.dy = dy.const_data_ptr();
-  arguments.gate_up = kept[1].const_data_ptr();
+  arguments.gate_up = inside(kept, at.gate_up);
   arguments.parts = inside<float>(scratch, parts);
   arguments.dx_rows = inside(scratch, dx_rows);
   arguments.dx = dx.mutable_data_ptr();
   arguments.d_prob_TK = dprob.mutable_data_ptr<float>();
   if (shared) {
-    arguments.shared_gate_up = kept[2].const_data_ptr();
+    arguments.shared_gate_up = inside(kept, at.shared_gate_up);
     arguments.shared_dx = inside(scratch, shared_dx);
   }
   mok::sm90::launch_backward(arguments);
@@ -400,12 +402,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("route(Tensor expert, Tensor prob, int experts) -> Tensor");
   m.def("schedule_words(int tokens, int choices, int experts, int rows=0) -> int[]");
   m.def(
-      "forward(Tensor x, Tensor expert, Tensor prob, Tensor[] weights, int width, "
+      "forward(Tensor x, Tensor expert, Tensor prob, Tensor weights, int width, "
       "int shared_width, int ctas=0, int ahead=0, Tensor? bases=None, int[] group=[]) -> (Tensor, "
-      "Tensor[])");
+      "Tensor)");
   m.def(
-      "backward(Tensor x, Tensor dy, Tensor[] kept, Tensor[] weights, Tensor[] gradients, "
-      "int choices, int width, int shared_width, bool fp32, bool accumulate, bool outside, "
+      "backward(Tensor x, Tensor dy, Tensor kept, Tensor weights, Tensor gradients, "
+      "int wanted, int choices, int width, int shared_width, bool fp32, bool accumulate, bool "
+      "outside, "
       "int ctas=0, int ahead=0, Tensor? bases=None, int[] group=[]) -> (Tensor, Tensor, Tensor[])");
   m.def("route_fault_address() -> int");
   m.def("take_route_fault() -> int[]");

@@ -27,18 +27,26 @@ struct Watched {
   Tensor matrix;
   const void* data;
   int64_t rows, columns;
-  ScalarType type;
+  int32_t type;  // torch's code
 
   static Watched of(const Tensor& t) {
     const bool flat = t.dim() == 2 && t.is_contiguous();
-    return {t, t.const_data_ptr(), flat ? t.size(0) : -1, flat ? t.size(1) : -1, t.scalar_type()};
+    int32_t type = -1;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &type));
+    return {t, t.const_data_ptr(), flat ? t.size(0) : -1, flat ? t.size(1) : -1, type};
   }
-  // The address says the device. Few calls: a model has hundreds of these.
+  // The address says the device. Few calls, past torch's class: a model has hundreds of these.
   bool holds() const {
-    const Extents extents = matrix.sizes(), strides = matrix.strides();
-    return matrix.const_data_ptr() == data && extents.size() == 2 && extents[0] == rows &&
-           extents[1] == columns && strides[0] == columns && strides[1] == 1 &&
-           matrix.scalar_type() == type;
+    const AtenTensorHandle t = matrix.get();
+    const void* address = nullptr;
+    int64_t dimensions = 0, *extents = nullptr, *strides = nullptr;
+    int32_t code = 0;
+    return torch_get_const_data_ptr(t, &address) == AOTI_TORCH_SUCCESS && address == data &&
+           aoti_torch_get_dim(t, &dimensions) == AOTI_TORCH_SUCCESS && dimensions == 2 &&
+           aoti_torch_get_sizes(t, &extents) == AOTI_TORCH_SUCCESS && extents[0] == rows &&
+           extents[1] == columns && aoti_torch_get_strides(t, &strides) == AOTI_TORCH_SUCCESS &&
+           strides[0] == columns && strides[1] == 1 &&
+           aoti_torch_get_dtype(t, &code) == AOTI_TORCH_SUCCESS && code == type;
   }
 };
 
@@ -85,8 +93,9 @@ mok::Role role_of(const std::string& name) {
                   name);
 }
 
-// The table of encode_matrices, without its wait: the maps travel as kernel parameters.
-Tensor stream_matrices(const std::vector<Tensor>& matrices, const std::string& role_name) {
+// Writes the table of encode_matrices, without its wait: the maps travel as kernel parameters.
+void stream_matrices(const std::vector<Tensor>& matrices, const std::string& role_name,
+                     const Tensor& table) {
   const mok::Role role = role_of(role_name);
   STD_TORCH_CHECK(!matrices.empty(), "mok: stream_matrices needs at least one matrix, got none");
   const Tensor& first = matrices[0];
@@ -116,14 +125,14 @@ Tensor stream_matrices(const std::vector<Tensor>& matrices, const std::string& r
                     .fp32 = type == ScalarType::Float});
     all.push_back(&matrix);
   }
+  const auto count = static_cast<int>(list.size());
+  check_tensor(table, "table", ScalarType::Byte, {count + 1, mok::kTensorMapBytes}, 128);
+  all.push_back(&table);
   check_device(first, "stream_matrices", all);
   const torch::stable::accelerator::DeviceGuard guard(first.get_device_index());
-  const auto count = static_cast<int>(list.size());
   std::vector<uint8_t> records(static_cast<size_t>(count + 1) * mok::kTensorMapBytes);
   mok::sm90::encode_table(role, 0, list.data(), count, records.data());
-  Tensor table = new_tensor(first, {count + 1, mok::kTensorMapBytes}, ScalarType::Byte);
   mok::launch_write_table(records.data(), count + 1, table.mutable_data_ptr(), stream_of(first));
-  return table;
 }
 
 }  // namespace
@@ -141,7 +150,7 @@ extern "C" int32_t mok_holds(int64_t watch) {
 STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("watch(Tensor[] matrices) -> int");
   m.def("unwatch(int watch) -> ()");
-  m.def("stream_matrices(Tensor[] matrices, str role) -> Tensor");
+  m.def("stream_matrices(Tensor[] matrices, str role, Tensor(a!) table) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {

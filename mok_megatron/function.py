@@ -66,7 +66,7 @@ class FusedMoE(torch.autograd.Function):
         """One call of backend.forward; shapes as in contract.Backend."""
         y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, weights)
         ctx.backend, ctx.store, ctx.host = backend, store, context.host
-        ctx.weights, ctx.versions = weights, [*map(_version, flat)]
+        ctx.weights, ctx.versions = weights, sum(map(_version, flat))
         ctx.save_for_backward(*context.tensors)
         return y_TH
 
@@ -76,7 +76,7 @@ class FusedMoE(torch.autograd.Function):
         """One call of backend.backward."""
         backend, store, weights = ctx.backend, ctx.store, ctx.weights
         saved = ctx.saved_tensors  # read once: recompute refills it at the first reading only
-        if [*map(_version, weights.flat())] != ctx.versions:
+        if sum(map(_version, weights.flat())) != ctx.versions:  # each only ever grows
             raise RuntimeError(
                 "mok: an expert weight must stay as it is from forward to backward, got one "
                 "modified by an inplace operation; step the optimizer after the backward"

@@ -161,12 +161,14 @@ class _Opened:
     needed: tuple[bool, ...]
     wanted: list[Tensor]  # the parameters of which a gradient is
     main_grads: list[Tensor]  # theirs
-    zeros: list[Tensor]  # in their forms
+    stand_ins: list[tuple[Any, Tensor]]  # they, and zeros in their forms
+    nothing: tuple[None, ...]  # for each parameter
     into: WeightGradients
 
     def still(self, needed: tuple[bool, ...]) -> bool:
         try:
-            return self.needed == needed and _same([*map(_main_grad, self.wanted)], self.main_grads)
+            now = map(_main_grad, self.wanted)
+            return self.needed == needed and all(map(is_, now, self.main_grads))
         except AttributeError:
             return False
 
@@ -207,7 +209,8 @@ class MainGradients:
                 needed=needed,
                 wanted=wanted_parameters,
                 main_grads=held,
-                zeros=[_zeros(p.shape, p.dtype, p.device) for p in wanted_parameters],
+                stand_ins=[(p, _zeros(p.shape, p.dtype, p.device)) for p in wanted_parameters],
+                nothing=(None,) * len(flat),
                 into=into,
             )
         return into
@@ -220,9 +223,11 @@ class MainGradients:
         """
         last = self._last
         if last is not None and last.into is into:
-            for parameter, zeros in zip(last.wanted, last.zeros, strict=True):
-                _stand_in(parameter, zeros)
-            return (None,) * len(self.parameters)
+            for parameter, zeros in last.stand_ins:
+                parameter.grad_added_to_main_grad = True
+                if parameter.grad is None:
+                    parameter.grad = zeros
+            return last.nothing
         gradients = FreshGradients().close(weights, into)
         fresh: list[Tensor | None] = []
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -51,11 +52,23 @@ typename K::Parameters parameters(const Rows& rows, const Launch& launch) {
   return p;
 }
 
+// Once for each kernel and device, since it costs about as much as a launch. Two threads may both
+// do it.
+template <class K>
+void allow_shared_memory(int device, int bytes) {
+  static std::atomic<uint64_t> allowed{0};  // a bit for each device
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (allowed.load(std::memory_order_relaxed) & bit) return;
+  check(cudaFuncSetAttribute(grouped_gemm<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "cudaFuncSetAttribute");
+  allowed.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// On the current device, which is launch.device.
 template <class K>
 void launch_kernel(const typename K::Parameters& p, const Launch& launch) {
   constexpr int kBytes = sizeof(typename K::Storage);
-  check(cudaFuncSetAttribute(grouped_gemm<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-        "cudaFuncSetAttribute");
+  allow_shared_memory<K>(launch.device, kBytes);
   const int ctas = launch.ctas > 0 ? launch.ctas : sm_count(launch.device);
   grouped_gemm<K><<<ctas, kThreads, kBytes, static_cast<cudaStream_t>(launch.stream)>>>(p);
   check(cudaGetLastError(), "launch of grouped_gemm");

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,7 @@ _RECENT = 64
 _STARTED = time.time()
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """number: in the group; epoch: in the workspace of the group and shape, if no call is in a CUDA
     graph. began: on the monotonic clock."""
 
@@ -110,7 +110,7 @@ class Calls:
 
     def begin(self, direction: str, tokens: int) -> None:
         """A call; the first of a group meets. Raises what its collective raises, written down."""
-        place = self.place
+        place = self._place or self.place
         place.calls += 1
         if not self.layer:
             place.layers += 1

@@ -58,7 +58,7 @@ from mok_megatron.backends.rules import (
     tokens_fault,
     weights_fault,
 )
-from mok_megatron.backends.tables import Tables, Watch, stream_of
+from mok_megatron.backends.tables import Groups, Tables, Watch, stream_of
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import (
     Context,
@@ -132,15 +132,19 @@ class CudaBackend:
         if torch.is_grad_enabled():  # never inside autograd's node
             with torch.no_grad():
                 return self.forward(x_TH, expert_TK, prob_TK, weights)
-        call = self._ranks.call("forward", len(x_TH))
-        with self._ranks.opening():
+        call = self._ranks.call("forward", x_TH.shape[0])  # len() is Python
+        try:
             self.check()
             _raise(tokens_fault(self.shape, self._ranks.rank, x_TH, expert_TK, prob_TK))
             watch = self._look_at(weights, "forward", x_TH.device)
             x_TH = x_TH.contiguous()
             if not x_TH.shape[0] and not self._ranks.several:
                 return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-            tables = self._weight_tables(weights, "up", "product", watch, stream_of(x_TH))
+            groups = _weight_groups(weights, "up", "product")
+            tables = self._tables.of("forward", groups, watch, stream_of(x_TH))
+        except RuntimeError as error:
+            self._ranks.not_begun(error)
+            raise
         try:
             y_TH, kept = torch.ops.mok_megatron.forward.default(
                 x_TH,
@@ -156,7 +160,7 @@ class CudaBackend:
         except RuntimeError as error:
             raise self._ranks.ended(faults.out_of_memory(error, "forward", x_TH)) from None
         self._ranks.calls.end()
-        return y_TH, Context(tensors=(x_TH, *kept))
+        return y_TH, Context(tensors=(x_TH, kept))
 
     def backward(
         self, context: Context, dy_TH: Tensor, weights: Weights, into: WeightGradients
@@ -168,14 +172,17 @@ class CudaBackend:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.backward(context, dy_TH, weights, into)
-        x_TH, *kept = context.tensors
-        call = self._ranks.call("backward", len(x_TH))
-        with self._ranks.opening():
+        x_TH = context.tensors[0]
+        call = self._ranks.call("backward", x_TH.shape[0])
+        try:
             self.check()
             _raise(dy_fault(self._ranks.rank, x_TH, dy_TH))
             watch = self._look_at(weights, "backward", x_TH.device)
             places = self._places_of(into, weights)
             dy_TH = dy_TH.contiguous()
+        except RuntimeError as error:
+            self._ranks.not_begun(error)
+            raise
         if not x_TH.shape[0] and self._ranks.several:
             _zero(replace(into, w1=(), w2=()))  # nobody else brings tokens to the shared expert
         elif not x_TH.shape[0]:
@@ -183,16 +190,17 @@ class CudaBackend:
             no_prob = x_TH.new_empty(0, self.shape.top_k, dtype=torch.float32)
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
         stream = stream_of(x_TH)
-        names = _GROUPS if self.shape.shared_ffn else _GROUPS[:2]
-        tables = self._weight_tables(weights, "input_gradient", "down_gradient", watch, stream)
-        gradients = [self._gradient_table(name, places, stream) for name in names]
+        groups = _weight_groups(weights, "input_gradient", "down_gradient")
+        tables = self._tables.of("backward", groups, watch, stream)
+        gradients = self._tables.of("gradients", places.inside, places.watch, stream)
         try:
             dx_TH, dprob_TK, rows = torch.ops.mok_megatron.backward.default(
                 x_TH,
                 dy_TH,
-                kept,
+                context.tensors[1],
                 tables,
                 gradients,
+                places.wanted,
                 self.shape.top_k,
                 self.shape.ffn,
                 self.shape.shared_ffn,
@@ -231,8 +239,8 @@ class CudaBackend:
 
     def _plan(self, context: Context) -> _Plan:
         """The schedule of a forward, in parts."""
-        x_TH, schedule, *_ = context.tensors
-        return _Plan.of(schedule, len(x_TH), self.shape, self._ranks.rows())
+        x_TH, kept = context.tensors
+        return _Plan.of(kept, len(x_TH), self.shape, self._ranks.rows())
 
     def check(self) -> None:
         """Raises RuntimeError for the first fault recorded by the device, in any layer, once.
@@ -264,23 +272,6 @@ class CudaBackend:
         places = _Places.of(into, flat, watch.number)
         self._places = places if watch.number else None
         return places
-
-    def _weight_tables(
-        self, weights: Weights, w1_role: str, w2_role: str, watch: int, stream: int | None
-    ) -> list[Tensor]:
-        """Tables of w1, w2, and of the shared expert's."""
-        groups = [("w1", weights.w1, w1_role), ("w2", weights.w2, w2_role)]
-        if weights.shared_w1 is not None and weights.shared_w2 is not None:
-            groups += [("shared w1", (weights.shared_w1,), w1_role)]
-            groups += [("shared w2", (weights.shared_w2,), w2_role)]
-        return [self._tables.of(*group, watch, stream) for group in groups]
-
-    def _gradient_table(self, name: str, places: _Places, stream: int | None) -> Tensor:
-        """The table of a group's places, or one without records."""
-        group = places.inside.get(name)
-        if group is None:
-            return torch.empty(0, dtype=torch.uint8)
-        return self._tables.of(f"{name} gradient", group, "gradient", places.watch, stream)
 
     def _beside(
         self,
@@ -331,12 +322,21 @@ class CudaBackend:
                     row_count_E=split.row_count_E[start:end].clone(),
                     tickets=split.tickets,
                 )
-            table = self._tables.of(f"{name} gradient from {start}", wanted, "gradient", 0, stream)
+            group = (wanted, "gradient")
+            table = self._tables.of(f"{name} gradient from {start}", (group,), 0, stream)
             maps = library.Matrices(matrices=tuple(wanted), table=table)
             library.weight_gradient(a_RM, b_RN, maps, part, accumulate=accumulate)
 
 
 _GROUPS = ("w1", "w2", "shared_w1", "shared_w2")
+
+
+def _weight_groups(weights: Weights, w1_role: str, w2_role: str) -> Groups:
+    """In the order of _GROUPS."""
+    routed = ((weights.w1, w1_role), (weights.w2, w2_role))
+    if weights.shared_w1 is None or weights.shared_w2 is None:
+        return routed
+    return (*routed, ((weights.shared_w1,), w1_role), ((weights.shared_w2,), w2_role))
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,8 @@ class _Places:
     into: WeightGradients
     flat: tuple[Tensor | None, ...]
     watch: int  # of `flat`, or 0
-    inside: dict[str, Sequence[Tensor]]
+    inside: Groups  # those of _GROUPS that have a bit in `wanted`
+    wanted: int
     fp32: bool  # those inside
     outside: WeightGradients | None  # None: nothing is left
 
@@ -378,7 +379,8 @@ class _Places:
             into=into,
             flat=flat,
             watch=watch,
-            inside=inside,
+            inside=[(group, "gradient") for group in inside.values()],
+            wanted=sum(1 << i for i, name in enumerate(_GROUPS) if name in inside),
             fp32=dtype == torch.float32,
             outside=None if all(place is None for place in some) else rest,
         )
@@ -402,7 +404,7 @@ class _Plan:
 
     @staticmethod
     def of(schedule: Tensor, tokens: int, shape: MoEShape, rows: int) -> _Plan:
-        """Views of the op's one tensor of bytes. rows: R, or 0 of one rank, with T > 0 tokens."""
+        """Views of bytes that start with it. rows: R, or 0 of one rank, with T > 0 tokens."""
         experts, choices = shape.local_experts, shape.top_k
         *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, rows)
         words = schedule.view(torch.int32)

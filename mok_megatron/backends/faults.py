@@ -59,12 +59,12 @@ class Found:
 
     def __init__(self) -> None:
         ops = torch.ops.mok_megatron
-        addresses = (ops.route_fault_address(), ops.exchange_fault_address())
-        self._kinds = [ctypes.c_int32.from_address(address) for address in addresses]
+        self._route = ctypes.c_int32.from_address(ops.route_fault_address())
+        self._exchange = ctypes.c_int32.from_address(ops.exchange_fault_address())
 
     @property
     def value(self) -> bool:
-        return any(kind.value for kind in self._kinds)
+        return bool(self._route.value or self._exchange.value)
 
 
 @cache

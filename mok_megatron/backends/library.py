@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
 TENSOR_MAP_BYTES = 128
 
 _loaded: list[pathlib.Path] = []
-_entries: list[ctypes.CDLL] = []  # of the library, for what must not cost a dispatch
+_holds: list[Callable[[int], int]] = []  # of the library, past the dispatcher
 
 
 class LibraryMissing(RuntimeError):
@@ -54,14 +54,16 @@ def load(path: pathlib.Path | None = None) -> None:
             f"install again with this torch ({torch.__version__})"
         ) from error
     _declare_fakes()
-    _entries.append(ctypes.CDLL(str(path)))
+    entry = ctypes.PyDLL(str(path)).mok_holds  # keeps the interpreter's lock: it takes microseconds
+    entry.argtypes, entry.restype = [ctypes.c_int64], ctypes.c_int32
+    _holds.append(entry)
     _loaded.append(path)
 
 
 def holds(watch: int) -> bool:
     """Whether all matrices of torch.ops.mok_megatron.watch's number have the address, form and
     dtype that they had."""
-    return bool(_entries[0].mok_holds(ctypes.c_int64(watch)))
+    return bool(_holds[0](watch))
 
 
 def _declare_fakes() -> None:
@@ -84,6 +86,9 @@ def _declare_fakes() -> None:
         *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, given)
         return 4 * words, rows
 
+    def experts_of(weights: torch.Tensor, shared_width: int) -> int:
+        return (len(weights) - (4 if shared_width else 0)) // 2 - 1
+
     @fake("mok_megatron::choices")
     def _(probs: torch.Tensor, map: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         form = len(probs), top_k
@@ -104,27 +109,27 @@ def _declare_fakes() -> None:
         x: torch.Tensor,
         expert: torch.Tensor,
         prob: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: torch.Tensor,
         width: int,
         shared_width: int,
         ctas: int = 0,
         ahead: int = 0,
         bases: torch.Tensor | None = None,
         group: Sequence[int] = (),
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        size, rows = bytes_of(expert, len(weights[0]) - 1, group)
-        kept = [x.new_empty(size, dtype=torch.uint8), x.new_empty(rows, 2 * width)]
-        if shared_width:
-            kept.append(x.new_empty(len(x), 2 * shared_width))
-        return torch.empty_like(x), kept
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size, rows = bytes_of(expert, experts_of(weights, shared_width), group)
+        for part in (4 * rows * width, 4 * len(x) * shared_width):
+            size += -(-part // 512) * 512
+        return torch.empty_like(x), x.new_empty(size, dtype=torch.uint8)
 
     @fake("mok_megatron::backward")
     def _(
         x: torch.Tensor,
         dy: torch.Tensor,
-        kept: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        kept: torch.Tensor,
+        weights: torch.Tensor,
+        gradients: torch.Tensor,
+        wanted: int,
         choices: int,
         width: int,
         shared_width: int,
@@ -136,7 +141,10 @@ def _declare_fakes() -> None:
         bases: torch.Tensor | None = None,
         group: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        hidden, rows, tokens = x.shape[1], len(kept[1]), len(x)
+        tokens, hidden = x.shape
+        given = group[2] if group else 0
+        experts = experts_of(weights, shared_width)
+        rows = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, given)[-2]
         forms = [(rows, hidden), (rows, hidden), (rows, 2 * width), (rows, width)]
         if shared_width:
             forms += [(tokens, 2 * shared_width), (tokens, shared_width)]

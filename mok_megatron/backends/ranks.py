@@ -12,8 +12,6 @@ none waits. So every forward and backward is one call of the group, whether it r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,16 +66,15 @@ class Ranks:
         self.calls = Calls("cuda", shape, group if self.several else None)
         self._patience_s = _VIRTUAL_S
 
-    def call(self, direction: str, tokens: int) -> tuple[Tensor | None, list[int]]:
-        """Begins a call. `bases` and `group` of the ops forward and backward; of one rank (None,
-        []).
+    def call(self, direction: str, tokens: int) -> tuple[Tensor, list[int]] | tuple[()]:
+        """Begins a call. `bases` and `group` of the ops forward and backward; nothing of one rank.
 
         tokens: T of this rank. The first call of a group and shape makes its workspace, on all
         ranks together, and raises as workspace.of does.
         """
         self.calls.begin(direction, tokens)
         if not self.several:
-            return None, []
+            return ()
         if self._given is None:
             self._given = self._join(tokens)
         if torch.cuda.is_current_stream_capturing():
@@ -102,19 +99,13 @@ class Ranks:
         """The own one in the group."""
         return self._given[0].rank if self._given is not None else 0
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Around what comes before the op of a call: an error there is told to the other ranks, and
-        written down."""
+    def not_begun(self, error: RuntimeError) -> None:
+        """The error of what comes before a call's op: told to the other ranks, and written down."""
         self.calls.phase = "its arguments"
         try:
-            yield
-        except RuntimeError as error:
-            try:
-                self._refuse()
-            finally:
-                self.calls.failed(error)
-            raise
+            self._refuse()
+        finally:
+            self.calls.failed(error)
 
     def ended(self, error: RuntimeError) -> RuntimeError:
         """The error of a call's op, written down. There was no memory: then it had not begun, and

@@ -54,7 +54,7 @@ def tokens_fault(
 ) -> str | None:
     """Of x and the choices, which are others in every call."""
     form_TK = (x_TH.shape[0] if x_TH.dim() else 0, shape.top_k)
-    wide = torch.promote_types(shape.dtype, torch.float32)
+    wide = torch.float64 if shape.dtype == torch.float64 else torch.float32
     if (
         x_TH.shape == (form_TK[0], shape.hidden)
         and expert_TK.shape == prob_TK.shape == form_TK

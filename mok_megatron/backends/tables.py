@@ -15,6 +15,9 @@ from torch import Tensor
 
 from mok_megatron.backends import library
 
+# Matrices of one shape and dtype, and library.Matrices' role.
+Groups = Sequence[tuple[Sequence[Tensor], str]]
+
 
 class Watch:
     """Whether a list of tensors is the one of the call before, and unchanged, in one call.
@@ -58,39 +61,44 @@ class Watch:
 
 
 class Tables:
-    """The last table of tensor maps of each role and stream, and what it was made of.
+    """The last tables of tensor maps of each name and stream, and what they were made of.
 
     A table belongs to the stream that wrote it: no other is ordered after the writing.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, str, int], tuple[object, Tensor]] = {}
+        self._last: dict[tuple[str, int], tuple[object, Tensor]] = {}
 
-    def of(
-        self, name: str, matrices: Sequence[Tensor], role: str, watch: int, stream: int | None
-    ) -> Tensor:
-        """Of matrices of one shape and dtype, a part of what `watch` holds or, for 0, of nothing.
-
-        `role` is library.Matrices'.
-        """
+    def of(self, name: str, groups: Groups, watch: int, stream: int | None) -> Tensor:
+        """Those of all groups, one behind the other in uint8 [n, 128]; the groups are a part of
+        what `watch` holds or, for 0, of nothing."""
         if stream is None:
-            # The graph writes the table at each replay, so nobody may take it before the first one.
-            return _table(matrices, role)
-        key = (name, role, stream)
-        made_of = watch or (matrices[0].dtype, [matrix.data_ptr() for matrix in matrices])
-        last = self._last.get(key)
+            # The graph writes a table at each replay, so nobody may take it before the first one.
+            return _written(groups)
+        made_of = watch or [
+            (role, matrices[0].dtype, [matrix.data_ptr() for matrix in matrices])
+            for matrices, role in groups
+        ]
+        last = self._last.get((name, stream))
         if last is None or last[0] != made_of:
-            last = self._last[key] = (made_of, _table(matrices, role))
+            last = self._last[name, stream] = (made_of, _written(groups))
         return last[1]
 
 
-def _table(matrices: Sequence[Tensor], role: str) -> Tensor:
-    table: Tensor = torch.ops.mok_megatron.stream_matrices(list(matrices), role)
-    return table
+def _written(groups: Groups) -> Tensor:
+    sizes = [len(matrices) + 1 for matrices, _ in groups]
+    device = groups[0][0][0].device if groups else None
+    form = (sum(sizes), library.TENSOR_MAP_BYTES)
+    tables = torch.empty(form, dtype=torch.uint8, device=device)
+    for (matrices, role), part in zip(groups, tables.split(sizes), strict=True):
+        torch.ops.mok_megatron.stream_matrices(list(matrices), role, part)
+    return tables
 
 
 def stream_of(x: Tensor) -> int | None:
     """The current stream of x's device; None while it captures."""
     if torch.cuda.is_current_stream_capturing():
         return None
-    return torch.cuda.current_stream(x.device).cuda_stream
+    # torch.cuda.current_stream makes an object, which takes longer than a launch.
+    stream: int = torch._C._cuda_getCurrentRawStream(x.get_device())
+    return stream

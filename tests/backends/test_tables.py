@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok_megatron.backends import library, tables
+from mok_megatron.backends import library
 from mok_megatron.backends.tables import Tables, Watch
 
 pytestmark = pytest.mark.skipif(
@@ -118,26 +118,30 @@ def test_a_table_is_kept_for_its_watch_or_addresses_and_its_stream(
 ) -> None:
     made: list[str] = []
 
-    def table(matrices: list[Tensor], role: str) -> Tensor:
+    def write(matrices: list[Tensor], role: str, table: Tensor) -> None:
+        assert table.shape == (len(matrices) + 1, 128)
         made.append(role)
-        return torch.empty(len(matrices) + 1)
+        table.fill_(len(made))
 
-    monkeypatch.setattr(tables, "_table", table)
-    kept, pair = Tables(), [torch.zeros(64, 64), torch.zeros(64, 64)]
-    first = kept.of("w1", pair, "up", 0, 7)
-    assert kept.of("w1", pair, "up", 0, 7) is first
-    assert kept.of("w1", pair, "up", 0, 8) is not first
-    assert kept.of("w1", pair, "product", 0, 7) is not first
-    assert kept.of("w1", pair, "up", 0, 7) is first
-    watched = kept.of("w1", pair, "up", 5, 7)
-    assert watched is not first
+    monkeypatch.setattr(torch.ops.mok_megatron, "stream_matrices", write)
+    kept, pair, other = Tables(), [torch.zeros(64, 64), torch.zeros(64, 64)], torch.zeros(64, 64)
+    groups = ((pair, "up"), ((other,), "product"))
+    first = kept.of("weights", groups, 0, 7)
+    assert first[:, 0].tolist() == [1, 1, 1, 2, 2]
+    assert kept.of("weights", groups, 0, 7) is first
+    assert kept.of("weights", groups, 0, 8) is not first
+    assert kept.of("others", groups, 0, 7) is not first
+    assert kept.of("weights", groups, 0, 7) is first
+    assert kept.of("weights", groups[:1], 0, 7) is not first
+    watched = kept.of("weights", groups, 5, 7)
     _moved(pair[1])
-    assert kept.of("w1", pair, "up", 5, 7) is watched
-    assert kept.of("w1", pair, "up", 6, 7) is not watched
-    third = kept.of("w1", pair, "up", 0, 7)
-    _moved(pair[1])
-    assert kept.of("w1", pair, "up", 0, 7) is not third
+    assert kept.of("weights", groups, 5, 7) is watched
+    assert kept.of("weights", groups, 6, 7) is not watched
+    third = kept.of("weights", groups, 0, 7)
+    _moved(other)
+    assert kept.of("weights", groups, 0, 7) is not third
     before = len(made)
-    captured = [kept.of("w1", pair, "up", 6, None) for _ in range(2)]
+    captured = [kept.of("weights", groups, 6, None) for _ in range(2)]
     assert captured[0] is not captured[1]
-    assert len(made) == before + 2
+    assert len(made) == before + 4
+    assert kept.of("none", (), 0, 7).shape == (0, 128)

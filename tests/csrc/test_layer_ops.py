@@ -37,19 +37,23 @@ def _bf16(rows: int, columns: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=BF16)
 
 
-def _table(matrices: int) -> Tensor:
-    """As stream_matrices makes it: a record a matrix and the header, at a multiple of 128 bytes."""
-    room = torch.zeros(128 * (matrices + 2), dtype=torch.uint8)
-    return room[-room.data_ptr() % 128 :][: 128 * (matrices + 1)].view(matrices + 1, 128)
+def _tables(*matrices: int) -> Tensor:
+    """For stream_matrices: records of each table's matrices and its header, at a multiple of 128
+    bytes."""
+    records = sum(matrices) + len(matrices)
+    room = torch.zeros(128 * (records + 1), dtype=torch.uint8)
+    return room[-room.data_ptr() % 128 :][: 128 * records].view(records, 128)
 
 
 def _misaligned(rows: int, columns: int) -> Tensor:
     return torch.zeros(rows * columns + 8, dtype=BF16)[4:-4].view(rows, columns)
 
 
-def _schedule() -> Tensor:
+def _kept(shared: int = S) -> Tensor:
+    """The schedule, g|u of the rows and of the tokens, each of a multiple of 512 bytes."""
     words = torch.ops.mok_megatron.schedule_words(T, K, E)[-1]
-    return torch.zeros(4 * words, dtype=torch.uint8)
+    size = 4 * words + 4 * R * F + -(-4 * T * shared // 512) * 512
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def _forward() -> dict[str, object]:
@@ -57,7 +61,7 @@ def _forward() -> dict[str, object]:
         "x": _bf16(T, H),
         "expert": torch.zeros(T, K, dtype=INT),
         "prob": torch.zeros(T, K),
-        "weights": [_table(E), _table(E), _table(1), _table(1)],
+        "weights": _tables(E, E, 1, 1),
         "width": F,
         "shared_width": S,
     }
@@ -67,9 +71,10 @@ def _backward() -> dict[str, object]:
     return {
         "x": _bf16(T, H),
         "dy": _bf16(T, H),
-        "kept": [_schedule(), _bf16(R, 2 * F), _bf16(T, 2 * S)],
-        "weights": [_table(E), _table(E), _table(1), _table(1)],
-        "gradients": [_table(E), _table(E), _table(1), _table(1)],
+        "kept": _kept(),
+        "weights": _tables(E, E, 1, 1),
+        "gradients": _tables(E, E, 1, 1),
+        "wanted": 0b1111,
         "choices": K,
         "width": F,
         "shared_width": S,
@@ -80,17 +85,17 @@ def _backward() -> dict[str, object]:
 
 
 def _forward_without_shared() -> dict[str, object]:
-    whole = _forward()
-    return whole | {"weights": whole["weights"][:2], "shared_width": 0}
+    return _forward() | {"weights": _tables(E, E), "shared_width": 0}
 
 
 def _backward_without_shared() -> dict[str, object]:
     """And without a gradient of w1."""
-    whole = _backward()
-    short = {"weights": 2, "kept": 2, "gradients": 2}
-    whole |= {name: whole[name][:count] for name, count in short.items()}
-    whole["gradients"][0] = torch.zeros(0, dtype=torch.uint8)
-    return whole | {"shared_width": 0}
+    tables = {"weights": _tables(E, E), "gradients": _tables(E), "wanted": 0b10}
+    return _backward() | tables | {"kept": _kept(0), "shared_width": 0}
+
+
+def _backward_without_weight_gradients() -> dict[str, object]:
+    return _backward() | {"gradients": torch.zeros(0, 128, dtype=torch.uint8), "wanted": 0}
 
 
 def _choices() -> dict[str, object]:
@@ -117,6 +122,7 @@ ARGUMENTS: dict[str, Callable[[], dict[str, object]]] = {
         *ARGUMENTS.items(),
         ("forward", _forward_without_shared),
         ("backward", _backward_without_shared),
+        ("backward", _backward_without_weight_gradients),
     ],
 )
 def test_right_arguments_on_the_cpu_are_refused_for_their_device_alone(
@@ -162,36 +168,26 @@ def test_schema_says_that_no_argument_is_written(op: str) -> None:
         ("forward", "width", 96, "expert width must be .* of 64, got 96"),
         ("forward", "width", 0, "expert width must be .* of 64, got 0"),
         ("forward", "shared_width", -64, "shared expert's width must be .*, got -64"),
-        ("forward", "weights", [_table(E)] * 2, "weights must be 4 tensors, got 2"),
-        ("forward", "shared_width", 0, "weights must be 2 tensors, got 4"),
-        ("forward", "weights 1", _table(E - 1), r"w2 must have shape \[5, 128\], got \[4, 128\]"),
-        ("forward", "weights 3", _table(E), r"shared w2 must have shape \[2, 128\]"),
-        ("forward", "weights 1", torch.zeros(0, dtype=torch.uint8), "w2 must have shape"),
-        ("forward", "weights 0", torch.zeros(5, 128), "w1 must be uint8, got float32"),
+        ("forward", "weights", _tables(E, E, 2), r"weights must have shape \[12, 128\], got \[13"),
+        ("forward", "weights", _tables(E), r"1 to 2048 experts, got -1"),
+        ("forward", "weights", _tables(E).flatten(), r"weights must be tables, got \[640\]"),
+        ("forward", "weights", torch.zeros(14, 128), "weights must be uint8, got float32"),
         ("backward", "x", _bf16(0, H), "a layer's kernel needs tokens, got none"),
         ("backward", "dy", _bf16(T, 64), r"dy must have shape \[5, 128\], got \[5, 64\]"),
         ("backward", "dy", _bf16(H, T).t(), "dy must be contiguous"),
-        ("backward", "kept", [_bf16(R, 2 * F)], "kept must be 3 tensors, got 1"),
-        ("backward", "kept 0", torch.zeros(9, dtype=torch.uint8), "schedule must have shape"),
-        ("backward", "kept 1", _bf16(R, F), r"gate_up must have shape \[512, 128\]"),
-        ("backward", "kept 1", torch.zeros(R, 2 * F), "gate_up must be bfloat16"),
-        ("backward", "kept 2", _bf16(T, S), r"shared gate_up must have shape \[5, 384\]"),
+        ("backward", "kept", torch.zeros(9, dtype=torch.uint8), r"kept must have shape .* \[9\]"),
+        ("backward", "kept", torch.zeros(9), "kept must be uint8, got float32"),
         ("backward", "choices", 65, "1 to 64 choices, got 65"),
-        ("backward", "choices", 64, "schedule must have shape"),
-        ("backward", "gradients", [_table(E)] * 2, "gradients must be 4 tensors, got 2"),
-        ("backward", "gradients 1", _table(1), r"the gradients of w2 must have shape \[5, 128\]"),
-        ("backward", "gradients 2", _table(E), "the shared gradient of w1 must have shape"),
+        ("backward", "choices", 64, "kept must have shape"),
+        ("backward", "shared_width", 64, "kept must have shape"),
+        ("backward", "gradients", _tables(E, E), r"gradients must have shape \[14, 128\]"),
+        ("backward", "wanted", 0b1011, r"gradients must have shape \[12, 128\], got \[14, 128\]"),
     ],
 )
 def test_one_wrong_argument_is_named(op: str, argument: str, value: object, words: str) -> None:
-    """`argument`: a name, or a name and a place in its list."""
     arguments = ARGUMENTS[op]()
-    name, *place = argument.split()
-    assert name in arguments
-    if place:
-        arguments[name][int(place[0])] = value
-    else:
-        arguments[name] = value
+    assert argument in arguments
+    arguments[argument] = value
     with pytest.raises(RuntimeError, match=f"mok: .*{words}"):
         getattr(torch.ops.mok_megatron, op)(**arguments)
 
@@ -231,7 +227,13 @@ def test_sizes_of_no_layer_are_named(sizes: tuple[int, int, int]) -> None:
 )
 def test_matrices_that_have_no_table(matrices: list[Tensor], role: str, words: str) -> None:
     with pytest.raises(RuntimeError, match=f"mok: .*{words}"):
-        torch.ops.mok_megatron.stream_matrices(matrices, role)
+        torch.ops.mok_megatron.stream_matrices(matrices, role, _tables(len(matrices)))
+
+
+def test_a_table_of_another_size_is_refused() -> None:
+    matrix, table = torch.zeros(64, 64, dtype=BF16), _tables(2)
+    with pytest.raises(RuntimeError, match=r"table must have shape \[2, 128\], got \[3, 128\]"):
+        torch.ops.mok_megatron.stream_matrices([matrix], "up", table)
 
 
 def test_limits_in_python_are_those_of_the_kernels() -> None:
