@@ -39,7 +39,7 @@ struct Sum {  // of one piece
 template <bool RANKS = false>
 __device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int lane,
                                               uint32_t& added, const uint4* home = nullptr) {
-  constexpr int kGroup = 8;  // rows under way
+  constexpr int kGroup = 8, kAtOnce = 2;  // rows, and pieces of each, under way
   const int pieces = a.hidden / kPiece;
   const bool faulty = *a.faulty != 0;
   const int64_t first = static_cast<int64_t>(token) * pieces;
@@ -47,33 +47,41 @@ __device__ __forceinline__ void combine_token(const CombineArguments& a, int tok
   const uint4* const from = static_cast<const uint4*>(a.rows);
   const uint4* const shared = static_cast<const uint4*>(a.shared);
   uint4* const out = static_cast<uint4*>(a.out);
-  for (int piece = lane; piece < pieces; piece += 32) {
-    Sum sum{};
+  for (int piece = lane; piece < pieces; piece += 32 * kAtOnce) {
+    const bool two = piece + 32 < pieces;
+    Sum sum[kAtOnce]{};
     for (int base = 0; base < a.choices; base += kGroup) {
       int row[kGroup];
-      uint4 value[kGroup];
+      uint4 value[kAtOnce][kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) row[i] = base + i < a.choices ? row_K[base + i] : -1;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (row[i] >= 0) {
-          value[i] = load_written(from + static_cast<int64_t>(row[i]) * pieces + piece);
-        } else if (RANKS && row[i] == kElsewhere) {
+        const uint4* at = from + static_cast<int64_t>(row[i]) * pieces + piece;
+        if (RANKS && row[i] == kElsewhere) {
           const int64_t slot = static_cast<int64_t>(token) * a.choices + base + i;
-          value[i] = load_written(home + slot * pieces + piece);
+          at = home + slot * pieces + piece;
         }
+        if (RANKS ? row[i] == -1 : row[i] < 0) continue;
+        value[0][i] = load_written(at);
+        if (two) value[1][i] = load_written(at + 32);
       }
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        if (RANKS ? row[i] != -1 : row[i] >= 0) {
-          sum.add(value[i]);
-          ++added;
-        }
+        if (RANKS ? row[i] == -1 : row[i] < 0) continue;
+        sum[0].add(value[0][i]);
+        if (two) sum[1].add(value[1][i]);
+        added += two ? 2 : 1;
       }
     }
-    if (shared != nullptr) sum.add(load_written(shared + first + piece));
-    constexpr uint32_t kNaN = 0x7fff7fffu;
-    out[first + piece] = faulty ? uint4{kNaN, kNaN, kNaN, kNaN} : sum.rounded();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i > 0 && !two) break;
+      const int64_t at = first + piece + 32 * i;
+      if (shared != nullptr) sum[i].add(load_written(shared + at));
+      constexpr uint32_t kNaN = 0x7fff7fffu;
+      out[at] = faulty ? uint4{kNaN, kNaN, kNaN, kNaN} : sum[i].rounded();
+    }
   }
 }
 

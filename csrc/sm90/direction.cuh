@@ -332,29 +332,44 @@ struct Direction {
     return part<Arrival>(group, group.rank, group.at.arrived) + slot;
   }
 
-  // ---- combine: a warp a token
+  // ---- combine: a warp takes two neighbouring tokens, and waits for the rows of both at once
+
+  static constexpr int kWarpTokens = kCombineTokens / 4;
+  static_assert(kRowTile % kWarpTokens == 0, "they share a block of the shared expert");
 
   static __device__ __forceinline__ void no_product(const Parameters& p, Storage& storage,
                                                     const Tile& tile) {
-    const int warp = threadIdx.x / 32 % 4;
-    uint32_t added = 0, summed = 0;  // of this lane: pieces, and slots
-    for (int i = warp; i < kCombineTokens; i += 4) {
-      const int token = tile.m * kCombineTokens + i;
-      if (token < p.combine.tokens) combine_when_ready(p, token, added, summed);
+    const int first = tile.m * kCombineTokens + threadIdx.x / 32 % 4 * kWarpTokens;
+    const int end = min(first + kWarpTokens, p.combine.tokens), lane = threadIdx.x % 32;
+    if (first >= end) return;
+    if constexpr (RANKS) {  // a refused call has nothing to wait for
+      if (*p.combine.faulty != 0) {
+        for (int token = first; token < end; ++token) spoil_token(p.combine, token, lane);
+        return;
+      }
+    }
+    uint32_t added = 0, summed = await_rows(p, first, end);  // of this lane: pieces, and slots
+    for (int token = first; token < end; ++token) {
+      if constexpr (RANKS) {
+        const Peers& group = p.exchange.peers;
+        const auto* const home = part<uint4>(group, group.rank, group.at.home);
+        combine_token<true>(p.combine, token, lane, added, home);
+      } else {
+        combine_token(p.combine, token, lane, added);
+      }
+      if (p.parts != nullptr) add_parts(p, token);
     }
     add_of_warp(&storage.counted[kCombined], added);
     add_of_warp(&storage.counted[kCombinedSlots], summed);
   }
 
-  static __device__ __forceinline__ void combine_when_ready(const Parameters& p, int token,
-                                                            uint32_t& added, uint32_t& summed) {
+  // Until the tokens' rows are in memory. Returns the sum of this lane's slots that have one.
+  static __device__ __forceinline__ uint32_t await_rows(const Parameters& p, int first, int end) {
     const PlanShape& s = p.plan.shape;
     const CombineArguments& c = p.combine;
-    const int64_t slots = static_cast<int64_t>(token) * c.choices;
-    if constexpr (RANKS) {  // a refused call has nothing to wait for
-      if (*c.faulty != 0) return spoil_token(c, token, threadIdx.x % 32);
-    }
-    for (int k = threadIdx.x % 32; k < c.choices; k += 32) {
+    uint32_t summed = 0;
+    const int64_t slots = static_cast<int64_t>(first) * c.choices;
+    for (int k = threadIdx.x % 32; k < (end - first) * c.choices; k += 32) {
       const int row = c.row_TK[slots + k];
       if (row != -1) summed += slots + k + 1;
       if (RANKS && row == kElsewhere) await_arrival(arrival(p, slots + k), epoch(p), p.fault);
@@ -362,18 +377,11 @@ struct Direction {
       await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);
     }
     if (c.shared != nullptr && threadIdx.x % 32 == 0) {
-      const int at = s.capacity / kRowTile + token / kRowTile;
+      const int at = s.capacity / kRowTile + first / kRowTile;
       wait_count(p.counters.done1 + at, s.shared[1].n_tiles, p.fault, Tag::kCombineRows);
     }
     __syncwarp();
-    if constexpr (RANKS) {
-      const Peers& group = p.exchange.peers;
-      const auto* const home = part<uint4>(group, group.rank, group.at.home);
-      combine_token<true>(c, token, threadIdx.x % 32, added, home);
-    } else {
-      combine_token(c, token, threadIdx.x % 32, added);
-    }
-    if (p.parts != nullptr) add_parts(p, token);
+    return summed;
   }
 
   // ---- the end of a CTA: its mover and its multiplying warps meet, one of which counts

@@ -153,7 +153,9 @@ FAULTS = {
 }
 _MOVED = "mover.copy(from, to, bytes);"
 _SENT = "mover.copy(p.exchange.pushed + static_cast<int64_t>(first + i) * bytes, there, bytes);"
-_ADDED = "sum.add(value[i]);\n          ++added;"
+_ADDED = """sum[0].add(value[0][i]);
+        if (two) sum[1].add(value[1][i]);
+        added += two ? 2 : 1;"""
 # Rows that are lost or doubled: of slot 3, of those sent home at once the second, of token 0 the
 # first. Only the counts of device/census.cuh must show it.
 LOST = {
