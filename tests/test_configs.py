@@ -180,7 +180,7 @@ MAY_DIFFER |= {"micro-batch-size", "global-batch-size", "train-iters", "lr", "mi
 MAY_DIFFER |= {"recompute-granularity", "recompute-modules", "save"}
 MAY_DIFFER |= {"lr-warmup-iters", "save-interval", "overlap-grad-reduce", "overlap-param-gather"}
 MAY_DIFFER |= {f"{kind}-model-parallel-size" for kind in ("tensor", "pipeline", "expert")}
-MAY_DIFFER |= {"pipeline-model-parallel-layout"}
+MAY_DIFFER |= {"pipeline-model-parallel-layout", "no-gradient-accumulation-fusion"}
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "_slice_" in name])
