@@ -2,17 +2,18 @@
 // (device/plan.cuh), in one grid.
 //
 // Who may touch what:
-//   move         reads tokens, writes routed row buffers, raises ready[block], or expert_rows for
-//                what only the last weight gradient reads
+//   move         reads tokens, of all ranks, writes routed row buffers, raises ready[block], or
+//                expert_rows for what only the last weight gradient reads; then waits for done1 and
+//                sums of other ranks' rows, writes them there and signals their arrival
 //   load         waits for ready (pass 0), done0 (pass 1), expert_done or expert_rows (weight
 //                gradients)
-//   store        writes a pass's output, then raises done0 or done1 of its block, and, after pass
-//   0,
-//                expert_done and expert_rows
+//   store        writes a pass's output, then raises done0 or done1 of its block, and, behind pass
+//                0, expert_done and expert_rows
 //   multiply     writes the sums itself and raises sums[block]; in a combine tile waits for done1
-//                (and sums), reads the rows and writes tokens
+//                (and sums) and for arrivals, reads the rows and writes tokens
 // Counters only grow within a call, from the zero that plan_work writes before the grid starts. A
-// wait's cause is a move or a tile of an earlier ticket; moves wait for nothing; so the smallest
+// wait's cause is a move or a tile of an earlier ticket, or an arrival from a rank that runs; rows
+// are brought without a wait, and no product waits for rows that go home; so the smallest
 // unfinished ticket can always go on, whatever set of CTAs runs.
 //
 // At the end of a CTA move and multiply meet, and what they have counted is added to the grid's;
