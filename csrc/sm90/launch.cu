@@ -1,5 +1,7 @@
 // Tensor maps, the fault record, and what the host asks the device once.
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 #include "launch.cuh"
 
@@ -39,77 +41,136 @@ Encode encode_function() {  // through the entry point, so that nothing links li
   return function;
 }
 
-CUtensorMap encode(const Matrix& x, int dimensions, const cuuint64_t* extents,
-                   const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
+// All that a tensor map is made of.
+struct Form {
+  uintptr_t data;
+  cuuint64_t extents[3], strides[2];
+  cuuint32_t box[3];
+  int32_t dimensions;
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+};
+static_assert(std::has_unique_object_representations_v<Form>, "compared and hashed by its bytes");
+
+Form form(const Matrix& x) {
+  Form f{};
+  f.data = reinterpret_cast<uintptr_t>(x.data);
+  f.type = x.fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return f;
+}
+
+CUtensorMap encode(const Form& f) {
   static_assert(sizeof(CUtensorMap) == kTensorMapBytes);
   const cuuint32_t ones[3] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult status =
-      encode_function()(&map,
-                        x.fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                        dimensions,
-                        const_cast<void*>(x.data),
-                        extents,
-                        strides,
-                        box,
-                        ones,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        swizzle,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode_function()(&map,
+                                            f.type,
+                                            f.dimensions,
+                                            reinterpret_cast<void*>(f.data),
+                                            f.extents,
+                                            f.strides,
+                                            f.box,
+                                            ones,
+                                            CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                            f.swizzle,
+                                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    throw std::runtime_error("mok: cuTensorMapEncodeTiled refused a " + std::to_string(x.rows) +
-                             " x " + std::to_string(x.columns) + " matrix, CUresult " +
-                             std::to_string(status));
+    throw std::runtime_error("mok: cuTensorMapEncodeTiled refused " + std::to_string(f.dimensions) +
+                             " dimensions, the first two " + std::to_string(f.extents[0]) + " x " +
+                             std::to_string(f.extents[1]) + ", CUresult " + std::to_string(status));
   }
   return map;
 }
 
+// A map is a function of its form alone, and torch's allocator hands a call the addresses that the
+// calls before had: those are looked up here, in one probe, in less time than the driver takes.
+CUtensorMap known(const Form& f) {
+  struct Entry {
+    Form form;
+    CUtensorMap map;
+  };
+  constexpr int kBits = 10;
+  static thread_local std::vector<Entry> entries(size_t{1} << kBits);  // no form is all zeros
+  uint64_t words[sizeof(Form) / 8], hash = 0;
+  static_assert(sizeof(words) == sizeof(Form));
+  std::memcpy(words, &f, sizeof(f));
+  for (const uint64_t word : words) hash = ((hash >> 29 ^ hash) + word) * 0x9e3779b97f4a7c15;
+  Entry& entry = entries[hash >> (64 - kBits)];
+  if (std::memcmp(&entry.form, &f, sizeof(f)) != 0) {
+    entry.map = encode(f);
+    entry.form = f;
+  }
+  return entry.map;
+}
+
+Form operand_form(const Matrix& x, OperandBox box) {
+  Form f = form(x);
+  f.dimensions = 3;
+  f.extents[0] = 64;
+  f.extents[1] = static_cast<cuuint64_t>(x.rows);
+  f.extents[2] = static_cast<cuuint64_t>(x.columns / 64);
+  f.strides[0] = static_cast<cuuint64_t>(x.columns) * 2;
+  f.strides[1] = 128;
+  f.box[0] = 64;
+  f.box[1] = static_cast<cuuint32_t>(box.rows);
+  f.box[2] = static_cast<cuuint32_t>(box.blocks);
+  f.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  return f;
+}
+
+// A gradient as {128 bytes, rows, blocks of 128 bytes}: one transfer moves 64 columns.
+Form gradient_form(const Matrix& x) {
+  const cuuint32_t size = x.fp32 ? 4 : 2, inner = 128 / size;
+  Form f = form(x);
+  f.dimensions = 3;
+  f.extents[0] = inner;
+  f.extents[1] = static_cast<cuuint64_t>(x.rows);
+  f.extents[2] = static_cast<cuuint64_t>(x.columns) / inner;
+  f.strides[0] = static_cast<cuuint64_t>(x.columns) * size;
+  f.strides[1] = 128;
+  f.box[0] = inner;
+  f.box[1] = kBoxRows;
+  f.box[2] = 64 / inner;
+  f.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  return f;
+}
+
+CUtensorMapSwizzle swizzle_of(int bytes) {
+  return bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+}
+
 }  // namespace
 
-CUtensorMap encode_operand(const Matrix& x, OperandBox box) {
-  const cuuint64_t extents[3] = {
-      64, static_cast<cuuint64_t>(x.rows), static_cast<cuuint64_t>(x.columns / 64)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(x.columns) * 2, 128};
-  const cuuint32_t shape[3] = {
-      64, static_cast<cuuint32_t>(box.rows), static_cast<cuuint32_t>(box.blocks)};
-  return encode(x, 3, extents, strides, shape, CU_TENSOR_MAP_SWIZZLE_128B);
-}
+CUtensorMap encode_operand(const Matrix& x, OperandBox box) { return known(operand_form(x, box)); }
 
 CUtensorMap encode_boxes(const Matrix& x, int bytes) {
   const int size = x.fp32 ? 4 : 2;
-  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(x.columns),
-                                 static_cast<cuuint64_t>(x.rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(x.columns) * size};
-  const cuuint32_t shape[2] = {static_cast<cuuint32_t>(bytes / size), kBoxRows};
-  return encode(x,
-                2,
-                extents,
-                strides,
-                shape,
-                bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
+  Form f = form(x);
+  f.dimensions = 2;
+  f.extents[0] = static_cast<cuuint64_t>(x.columns);
+  f.extents[1] = static_cast<cuuint64_t>(x.rows);
+  f.strides[0] = static_cast<cuuint64_t>(x.columns) * size;
+  f.box[0] = static_cast<cuuint32_t>(bytes / size);
+  f.box[1] = kBoxRows;
+  f.swizzle = swizzle_of(bytes);
+  return known(f);
 }
 
 CUtensorMap encode_gate_up(const Matrix& x, int bytes) {
   const auto columns = static_cast<cuuint64_t>(x.columns), width = columns / 2;
-  const cuuint64_t extents[3] = {width, static_cast<cuuint64_t>(x.rows), 2},
-                   strides[2] = {columns * 2, width * 2};
-  const cuuint32_t shape[3] = {static_cast<cuuint32_t>(bytes / 2), kBoxRows, 2};
-  return encode(x,
-                3,
-                extents,
-                strides,
-                shape,
-                bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
-}
-
-CUtensorMap encode_gradient(const Matrix& x) {
-  const cuuint32_t size = x.fp32 ? 4 : 2, inner = 128 / size;
-  const cuuint64_t extents[3] = {
-      inner, static_cast<cuuint64_t>(x.rows), static_cast<cuuint64_t>(x.columns) / inner};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(x.columns) * size, 128};
-  const cuuint32_t shape[3] = {inner, kBoxRows, 64 / inner};
-  return encode(x, 3, extents, strides, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+  Form f = form(x);
+  f.dimensions = 3;
+  f.extents[0] = width;
+  f.extents[1] = static_cast<cuuint64_t>(x.rows);
+  f.extents[2] = 2;
+  f.strides[0] = columns * 2;
+  f.strides[1] = width * 2;
+  f.box[0] = static_cast<cuuint32_t>(bytes / 2);
+  f.box[1] = kBoxRows;
+  f.box[2] = 2;
+  f.swizzle = swizzle_of(bytes);
+  return known(f);
 }
 
 template <Role ROLE>
@@ -118,8 +179,9 @@ void encode_role(int tiling, const Matrix* matrices, int count, void* host_table
     constexpr OperandBox kBox = operand_box<ROLE, decltype(t)>();
     auto* const records = static_cast<uint8_t*>(host_table);
     for (int i = 0; i < count; ++i) {
-      const CUtensorMap map = ROLE == Role::kGradient ? encode_gradient(matrices[i])
-                                                      : encode_operand(matrices[i], kBox);
+      const Form form =
+          ROLE == Role::kGradient ? gradient_form(matrices[i]) : operand_form(matrices[i], kBox);
+      const CUtensorMap map = encode(form);  // a table is made once: it would only push others out
       std::memcpy(records + i * kTensorMapBytes, &map, kTensorMapBytes);
     }
     const TableHeader header = table_header(matrices[0], kBox);

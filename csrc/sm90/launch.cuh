@@ -25,8 +25,6 @@ CUtensorMap encode_operand(const Matrix& matrix, OperandBox box);
 CUtensorMap encode_boxes(const Matrix& matrix, int bytes);
 // Gate and up, [R, 2F], as {F, R, 2}: one transfer moves a box of each.
 CUtensorMap encode_gate_up(const Matrix& matrix, int bytes);
-// A gradient as {128 bytes, rows, blocks of 128 bytes}: one transfer moves 64 columns.
-CUtensorMap encode_gradient(const Matrix& matrix);
 int sm_count(int device);
 
 inline Matrix bf16(const void* data, int64_t rows, int64_t columns) {

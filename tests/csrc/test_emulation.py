@@ -52,6 +52,23 @@ def test_neither_ranks_nor_ctas_nor_orders_change_a_byte(kernels: ctypes.CDLL) -
     assert seen[1:] == seen[:-1]
 
 
+def test_a_map_is_encoded_again_only_where_a_buffer_has_moved(kernels: ctypes.CDLL) -> None:
+    """Ten in a forward, whose weights have ten more in their tables, which are new in each."""
+    it, counts = of(1, hidden=192), []  # 192: in no other test
+    for moved in ((), (), ("x", "shared_y"), ()):
+        for name in moved:
+            it.ranks[0].buffers[name] = it.ranks[0].buffers[name].clone()
+        before = kernels.encoded_maps()
+        assert it.run(kernels, "forward") == ""
+        counts.append(kernels.encoded_maps() - before)
+    first, again, moved_two, last = counts
+    assert 10 < first <= 20
+    assert 10 <= again <= 14  # two forms may have one place
+    assert 12 <= moved_two <= 16
+    assert 10 <= last <= 14
+    assert trouble(it, kernels) == ""
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(kernels: ctypes.CDLL, name: str) -> None:
     for order in range(20):

@@ -19,11 +19,14 @@ struct alignas(64) CUtensorMap {
 };
 static_assert(sizeof(CUtensorMap) == 128);
 
+inline int64_t encoded = 0;  // maps, since the library was loaded
+
 inline CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t dimensions,
                              void* base, const cuuint64_t* extents, const cuuint64_t* strides,
                              const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
                              CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                              CUtensorMapFloatOOBfill) {
+  ++encoded;
   *map = {};
   map->base = reinterpret_cast<uint64_t>(base);
   map->size = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;

@@ -236,6 +236,7 @@ void exchange_fault(int64_t (&found)[4]) {
   found[3] = fault.wanted;
   fault = {};
 }
+int64_t encoded_maps() { return encoded; }
 int64_t switches() { return emulated::machine->switches; }
 
 // Its control part lies first.
