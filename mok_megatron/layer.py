@@ -165,7 +165,9 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
 
         owners = self._owners
         if owners is None or not owners.still(self.experts, fused_shared):
-            owners = self._owners = ExpertModules(self.experts, fused_shared)
+            overlaps = getattr(plugin.training_arguments(), "overlap_grad_reduce", True)
+            owners = ExpertModules(self.experts, fused_shared, stand_ins=overlaps)
+            self._owners = owners
         owners.run_forward_pre_hooks()
         weights = owners.weights
         backend = self.backend(weights, hidden_states.device)

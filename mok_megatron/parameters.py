@@ -11,9 +11,9 @@ instead:
   * forward pre-hooks: with --overlap-param-gather, DDP waits for a bucket's all-gather in a
     pre-hook of the module that owns the parameters. Without it the layer would read last step's
     weights.
-  * `main_grad`: the backward adds into it in place, sets `grad_added_to_main_grad`, and leaves a
-    stand-in in `.grad` that DDP's hook throws away (it insists on some gradient when it overlaps
-    the reduction).
+  * `main_grad`: the backward adds into it in place and sets `grad_added_to_main_grad`. Unless it is
+    known that DDP does not overlap the reduction, where it insists on some gradient, the backward
+    leaves a stand-in in `.grad` that DDP's hook throws away.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -115,13 +115,16 @@ def run_forward_pre_hooks(*modules: nn.Module | None, inside: bool = True) -> No
 class ExpertModules:
     """The modules that own a layer's expert weights, and what hangs on them, walked once.
 
-    `experts` and `shared_experts` as in read_weights and check_owners, which raise from here.
+    `experts` and `shared_experts` as in read_weights and check_owners, which raise from here;
+    `stand_ins` as in MainGradients.
     """
 
-    def __init__(self, experts: nn.Module, shared_experts: nn.Module | None) -> None:
+    def __init__(
+        self, experts: nn.Module, shared_experts: nn.Module | None, *, stand_ins: bool = True
+    ) -> None:
         check_owners(experts, shared_experts)
         self.weights = read_weights(experts, shared_experts)
-        self.store = MainGradients(self.weights)
+        self.store = MainGradients(self.weights, stand_ins=stand_ins)
         roots = [m for m in (shared_experts, experts) if m is not None]
         self._roots = experts, shared_experts
         self._modules = [*chain.from_iterable(m.modules() for m in roots)]
@@ -159,29 +162,34 @@ class _Opened:
     """What `open` found, and made of it for `close` too."""
 
     needed: tuple[bool, ...]
-    wanted: list[Tensor]  # the parameters of which a gradient is
-    main_grads: list[Tensor]  # theirs
+    wanted: list[tuple[Any, Tensor]]  # the parameters of which a gradient is, and their main_grad
     stand_ins: list[tuple[Any, Tensor]]  # they, and zeros in their forms
     nothing: tuple[None, ...]  # for each parameter
     into: WeightGradients
 
     def still(self, needed: tuple[bool, ...]) -> bool:
+        if self.needed != needed:
+            return False
         try:
-            now = map(_main_grad, self.wanted)
-            return self.needed == needed and all(map(is_, now, self.main_grads))
+            for parameter, main_grad in self.wanted:  # quicker than map and is_
+                if parameter.main_grad is not main_grad:
+                    return False
         except AttributeError:
             return False
+        return True
 
 
 class MainGradients:
     """Weight gradients in Megatron's `main_grad` where a parameter has one, else in new memory.
 
     The last main_grads are held, and a backward that finds the same ones again gets the same
-    record.
+    record. `stand_ins`: whether DDP insists on some `.grad`; to set it takes longer than all else
+    that is done for a parameter.
     """
 
-    def __init__(self, parameters: Weights) -> None:
+    def __init__(self, parameters: Weights, *, stand_ins: bool = True) -> None:
         self.parameters = parameters.flat()
+        self.stand_ins = stand_ins
         self._last: _Opened | None = None
 
     def open(self, weights: Weights, needed: tuple[bool, ...], shape: MoEShape) -> WeightGradients:
@@ -207,8 +215,7 @@ class MainGradients:
         if len(held) == len(wanted_parameters):
             self._last = _Opened(
                 needed=needed,
-                wanted=wanted_parameters,
-                main_grads=held,
+                wanted=[*zip(wanted_parameters, held, strict=True)],
                 stand_ins=[(p, _zeros(p.shape, p.dtype, p.device)) for p in wanted_parameters],
                 nothing=(None,) * len(flat),
                 into=into,
@@ -218,33 +225,33 @@ class MainGradients:
     def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
         """For a parameter with main_grad: the flag, and None for autograd.
 
-        Its `.grad`, if there is none, becomes zeros of its shape and dtype, made once for all that
-        are alike: what autograd is given costs more, and it would copy what somebody else holds.
+        With `stand_ins` its `.grad`, if there is none, becomes zeros of its shape and dtype, made
+        once for all that are alike: what autograd is given costs more, and it would copy what
+        somebody else holds.
         """
         last = self._last
         if last is not None and last.into is into:
-            for parameter, zeros in last.stand_ins:
-                parameter.grad_added_to_main_grad = True
-                if parameter.grad is None:
-                    parameter.grad = zeros
+            self._added(last.stand_ins)
             return last.nothing
         gradients = FreshGradients().close(weights, into)
         fresh: list[Tensor | None] = []
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             main = gradient is not None and gradient is getattr(parameter, "main_grad", None)
             if main:
-                _stand_in(parameter, _zeros(parameter.shape, parameter.dtype, parameter.device))
+                zeros = _zeros(parameter.shape, parameter.dtype, parameter.device)
+                self._added([(parameter, zeros)])
             fresh.append(None if main else gradient)
         return tuple(fresh)
 
-
-_main_grad = attrgetter("main_grad")
-
-
-def _stand_in(parameter: Any, zeros: Tensor) -> None:
-    parameter.grad_added_to_main_grad = True
-    if parameter.grad is None:
-        parameter.grad = zeros
+    def _added(self, stand_ins: Sequence[tuple[Any, Tensor]]) -> None:
+        if not self.stand_ins:
+            for parameter, _ in stand_ins:
+                parameter.grad_added_to_main_grad = True
+            return
+        for parameter, zeros in stand_ins:
+            parameter.grad_added_to_main_grad = True
+            if parameter.grad is None:
+                parameter.grad = zeros
 
 
 @cache

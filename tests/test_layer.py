@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,3 +260,29 @@ def _frozen_rank(rank: int, world: int) -> None:
 
 def test_frozen_weights_are_skipped() -> None:
     run_ranks(2, _frozen_rank, deadline=120)
+
+
+def _stand_ins_rank(rank: int, world: int) -> None:
+    tiny.set_up(expert_parallel=world)
+    from mok_megatron import plugin
+
+    for arguments, wanted in (
+        (None, True),  # not megatron.training's: DDP may overlap
+        (SimpleNamespace(), True),
+        (SimpleNamespace(overlap_grad_reduce=True), True),
+        (SimpleNamespace(overlap_grad_reduce=False), False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plugin, "training_arguments", lambda said=arguments: said)
+            layer = tiny.moe_layer("mok", tiny.DEEPSEEK_V3)
+            owned = [*layer.experts.parameters(), *layer.shared_experts.parameters()]
+            for parameter in owned:
+                parameter.main_grad = torch.zeros(parameter.shape)
+            layer(torch.randn(16, 2, 64))[0].sum().backward()
+        assert all(parameter.grad_added_to_main_grad for parameter in owned)
+        assert all((parameter.grad is not None) == wanted for parameter in owned)
+        assert layer.router.weight.grad is not None
+
+
+def test_a_grad_is_left_unless_the_reduction_is_known_not_to_overlap() -> None:
+    run_ranks(1, _stand_ins_rank, deadline=120)

@@ -299,3 +299,20 @@ def test_places_are_one_record_until_a_main_grad_is_another() -> None:
     del weights.w2[2].main_grad
     mixed = [store.open(weights, needed, SHAPE).w2[2] for _ in range(2)]
     assert mixed[0] is not mixed[1]  # returned to autograd, which keeps it
+
+
+def test_without_stand_ins_a_grad_is_left_as_it_is() -> None:
+    weights = _weights()
+    for parameter in weights.flat():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    needed, given = (True,) * len(weights.flat()), torch.ones_like(weights.w1[1])
+    weights.w1[1].grad = given
+    store = MainGradients(weights, stand_ins=False)
+    for _ in range(2):
+        into = store.open(weights, needed, SHAPE)
+        assert store.close(weights, into) == (None,) * len(needed)
+        assert weights.w1[1].grad is given
+        assert all(p.grad is None for p in weights.flat() if p is not weights.w1[1])
+        assert all(p.grad_added_to_main_grad for p in weights.flat())
+        for parameter in weights.flat():
+            parameter.grad_added_to_main_grad = False  # as DDP does with its buffers

@@ -19,14 +19,20 @@ CASE = replace(cases.CASE, seed=23)
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("stand_ins", [False, True], ids=["plain", "overlapped-reduction"])
 @pytest.mark.parametrize(
     ("experts", "forward_us", "backward_us"), [(16, 120, 160), (32, 130, 190), (128, 200, 350)]
 )
 def test_what_a_call_costs_on_the_host(
-    experts: int, forward_us: int, backward_us: int, capsys: pytest.CaptureFixture[str]
+    experts: int,
+    forward_us: int,
+    backward_us: int,
+    stand_ins: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Inside FusedMoE.forward and .backward; best of five medians, which a busy machine seldom
-    spoils. Prints them, and what the backend's calls and the ops alone take, launches included."""
+    spoils. Prints them, and what the backend's calls and the ops alone take, launches included.
+    `stand_ins`: with what DDP wants of a backward that overlaps its reduction."""
     problem = cases.Problem.of(replace(CASE, num_experts=experts, top_k=8))
     backend, p = cases.cuda_backend(problem.shape), problem
     leaves = [w.clone().requires_grad_() for w in p.weights.flat()]
@@ -34,7 +40,7 @@ def test_what_a_call_costs_on_the_host(
         leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)
     weights = type(p.weights).of(tuple(leaves), p.shape)
     x, prob = p.x_TH.clone().requires_grad_(), p.prob_TK.clone().requires_grad_()
-    store, spent = MainGradients(weights), Spent()
+    store, spent = MainGradients(weights, stand_ins=stand_ins), Spent()
     methods = {name: staticmethod(spent(name, getattr(FusedMoE, name))) for name in _DIRECTIONS}
     node = type("Timed", (torch.autograd.Function,), methods)
     ops = torch.ops.mok_megatron
@@ -57,7 +63,7 @@ def test_what_a_call_costs_on_the_host(
         spent("choices", top_k_choices)(dense_TE, routed_TE, 8, torch.bfloat16, kernel=True)
     best = {name: spent.best(name) for name in spent.us}
     with capsys.disabled():
-        print(f"\nhost, {experts} experts, us:", {name: round(us) for name, us in best.items()})
+        print(f"\nhost, {experts} experts, stand-ins {stand_ins}, us:", {name: round(us) for name, us in best.items()})
     assert best["forward"] < forward_us
     assert best["backward"] < backward_us
 
