@@ -63,7 +63,10 @@ def test_what_a_call_costs_on_the_host(
         spent("choices", top_k_choices)(dense_TE, routed_TE, 8, torch.bfloat16, kernel=True)
     best = {name: spent.best(name) for name in spent.us}
     with capsys.disabled():
-        print(f"\nhost, {experts} experts, stand-ins {stand_ins}, us:", {name: round(us) for name, us in best.items()})
+        print(
+            f"\nhost, {experts} experts, stand-ins {stand_ins}, us:",
+            {name: round(us) for name, us in best.items()},
+        )
     assert best["forward"] < forward_us
     assert best["backward"] < backward_us
 
