@@ -81,8 +81,10 @@ class LossLog:
 
     def say(self, line: str) -> None:
         """A line of text above the bar."""
-        if self._bar is None or not self.terminal.isatty():
+        if not self.terminal.isatty():
             print(line, file=self.terminal, flush=True)
+        elif self._bar is None:  # in place of what say_start left
+            print(f"\r\x1b[K{line}", file=self.terminal, flush=True)
         else:
             self._bar.write(line, file=self.terminal)
 

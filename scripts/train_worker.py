@@ -44,6 +44,8 @@ def run(config: RunConfig, folder: Path, *, launched: bool) -> int:
         if isinstance(error, SystemExit) and not error.code:
             return 0
         traceback.print_exc()
+        if terminal.isatty():
+            terminal.write("\r\x1b[K")  # what say_start left
         if not str(error):  # a bare assert: its place says more than nothing
             frame = traceback.extract_tb(error.__traceback__)[-1]
             error.args = (f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})",)
@@ -169,9 +171,6 @@ def _train(config: RunConfig, folder: Path, rank: int, terminal: TextIO) -> None
             "Megatron-LM's pretrain_gpt.py, mok works there as well"
         )
     _save_on_interrupt()
-    if not args.add_bias_linear:
-        # It only compiles functions of a bias, ahead of a first step that then has none.
-        training.set_jit_fusion_options = lambda **_: None
 
     def datasets(*positional: Any, **named: Any) -> Any:
         built = _datasets(*positional, **named)
