@@ -23,7 +23,7 @@ struct Peers {
 // the end of a grid found on this one, of several or not. Written like RouteFault.
 enum class ExchangeFaultKind : int32_t {
   kNone = 0,
-  kLayer = 1,  // 1 to 5: rank's `value` is not rank 0's, `wanted`
+  kLayer = 1,  // 1 to 5: rank's `value` is not most ranks', `wanted`
   kDirection = 2,
   kForward = 3,
   kRows = 4,

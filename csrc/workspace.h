@@ -23,7 +23,7 @@
 //            g; its last CTA: control.epoch = n, fence.sys, then, for every rank p,
 //            start[g][own rank] at p, its epoch last (st.release.sys)
 //   gather   waits until start[g][p].epoch == n for all p (ld.acquire.sys); compares all entries
-//            with rank 0's, so that all ranks find the same fault; copies expert and prob of all
+//            with most ranks', so that all find the same fault; copies expert and prob of all
 //   route    over P · Tmax tokens and all experts: every rank knows the whole schedule, and keeps
 //            its experts' rows and its tokens' slots; over budget: a fault, the same on all ranks
 //   grid     movers pull rows of x (dy) from their ranks, tell `ready`; once a block's rows are

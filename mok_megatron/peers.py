@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -120,7 +121,9 @@ def meet(group: ProcessGroup, mine: Card) -> list[Card]:
     cards = [
         Card(**dict(zip(names, row, strict=True))) for row in gather(group, list(astuple(mine)))
     ]
-    _raise(settings_fault(cards) or place_fault(cards, overlap_allowed()))
+    if (differs := settings_fault(cards)) is not None:
+        raise differs
+    _raise(place_fault(cards, overlap_allowed()))
     links = gather(group, reaches(cards, group.rank()))
     _raise(link_fault(links) or memory_fault(cards))
     return cards
@@ -131,16 +134,26 @@ def overlap_allowed() -> bool:
     return os.environ.get(OVERLAP) == "1"
 
 
-def settings_fault(cards: Sequence[Card]) -> str | None:
-    """Ranks that would call with other shapes or limits than the first."""
+class Differs(RuntimeError):
+    """A rank of the group was launched with other flags than most."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(f"mok: {text}")
+        self.rank = rank
+
+
+def settings_fault(cards: Sequence[Card]) -> Differs | None:
+    """A rank that would call with other shapes or limits than most."""
+    wanted = Counter((card.config, card.wanted) for card in cards).most_common(1)[0][0]
+    of = [(card.config, card.wanted) for card in cards].index(wanted)
     for rank, other in enumerate(cards):
-        if other.config != cards[0].config or other.wanted != cards[0].wanted:
-            return (
+        if (other.config, other.wanted) != wanted:
+            return Differs(
                 "the ranks of an expert parallel group must agree on the layer's shape, "
                 "--mok-max-tokens and --mok-row-budget, got another fingerprint "
-                f"({other.config:x}, {other.wanted} bytes) on rank {rank} than on rank 0 "
-                f"({cards[0].config:x}, {cards[0].wanted} bytes); launch all ranks with the same "
-                "flags"
+                f"({other.config:x}, {other.wanted} bytes) on rank {rank} than on rank {of} "
+                f"({wanted[0]:x}, {wanted[1]} bytes); launch all ranks with the same flags",
+                rank,
             )
     return None
 

@@ -31,8 +31,16 @@ def test_equal_ranks_with_a_gpu_each_are_fine() -> None:
 def test_ranks_that_differ_are_named(changed: dict[str, int]) -> None:
     fault = peers.settings_fault(cards(3, **changed))
     assert fault is not None
-    assert "--mok-max-tokens and --mok-row-budget, got another fingerprint" in fault
-    assert "on rank 2 than on rank 0" in fault
+    assert "--mok-max-tokens and --mok-row-budget, got another fingerprint" in str(fault)
+    assert "on rank 2 than on rank 0" in str(fault)
+    assert fault.rank == 2
+
+
+def test_the_rank_that_differs_may_be_the_first() -> None:
+    fault = peers.settings_fault([replace(ONE, config=6), *cards(4)[1:]])
+    assert fault is not None
+    assert "on rank 0 than on rank 1" in str(fault)
+    assert fault.rank == 0
 
 
 def test_two_hosts_are_refused() -> None:

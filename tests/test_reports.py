@@ -23,9 +23,9 @@ MSLK 158 | NaN weight gradients of empty experts | backends/test_cuda_random::te
 TransformerEngine 2499 | stale gradients of empty experts | test_parameters::test_an_expert_without_rows_leaves_main_grad_alone test_parameters::test_zero_out_wgrad_gives_zeros
 pytorch 193633 | NaN from tail rows in later backwards | backends/test_reference::test_nan_without_a_row_changes_nothing backends/test_cuda_autograd::test_every_backward_adds_to_main_grads
 torchtitan 1166 | grouped product hangs at an empty expert | backends/test_cuda_random::test_tile_edges_are_all_met backends/test_cuda_random::test_every_load_with_and_without_a_shared_expert
-pytorch 174314 | NaN from partial tiles | backends/test_cuda_random::test_a_thousand_random_cases csrc/test_products::test_sanitizer
+pytorch 174314 | NaN from partial tiles | backends/test_cuda_random::test_two_thousand_random_cases csrc/test_products::test_sanitizer
 DeepEP 447 | a starved rank loses its own tokens | backends/test_cuda_ep::test_all_tokens_to_one_rank backends/test_reference::test_random_configurations_equal_the_oracle
-TransformerEngine 2908 | 32-bit offsets | backends/test_cuda::test_rows_beyond_two_to_the_31_elements csrc/test_products::test_offsets_past_two_to_the_31
+TransformerEngine 2908 | 32-bit offsets | backends/test_cuda::test_every_tensor_beyond_two_to_the_31_elements backends/test_cuda_ep::test_rows_that_travel_beyond_two_to_the_31_elements csrc/test_products::test_offsets_past_two_to_the_31
 torchtitan 2430 | 32-bit offsets under compile | -: nothing here is compiled: autograd's node calls registered ops
 flashinfer 2642 | 32-bit offsets in g and u | csrc/test_products::test_offsets_past_two_to_the_31
 TransformerEngine 2966 | MXFP8 splits of other than 32 | test_config::test_refused
@@ -95,11 +95,11 @@ DeepGEMM 157 | nvcc too old or too new | csrc/test_build_backend::test_a_toolkit
 DeepGEMM 301 | processes race for a cache | -: nothing is compiled at run time
 Megatron-LM 6572 dtypes | unsupported dtypes fail late | test_config::test_refused backends/test_cuda::test_a_shape_outside_the_kernels_is_refused_before_anything_is_loaded
 Automodel 3422 | what an integration needs | test_boundaries::test_importing_the_package_brings_nothing_heavy test_parameters::test_modules_that_do_more_than_own_weights_are_refused
-mixture-of-kittens limits | T, EP and H of few values | backends/test_cuda_ep::test_any_number_of_ranks_gives_the_bytes_of_one backends/test_cuda_random::test_a_thousand_random_cases
+mixture-of-kittens limits | T, EP and H of few values | backends/test_cuda_ep::test_any_number_of_ranks_gives_the_bytes_of_one backends/test_cuda_random::test_two_thousand_random_cases
 mixture-of-kittens overflow | bare trap at capacity | test_limits::test_rows_hold_the_budget_with_padding_and_no_more_than_any_routing backends/test_cuda_ep::test_too_many_rows_for_a_rank_is_a_fault_on_all
 mixture-of-kittens ids | unchecked ids | backends/test_cuda_faults::test_a_bad_choice_poisons_its_call_and_is_raised_once backends/test_rules::test_all_ranks_raise_the_same_words
 mixture-of-kittens sm90 | registers spill | csrc/test_sass::test_no_kernel_has_local_memory csrc/test_sass::test_registers_are_given_and_taken
-flashinfer 3196 | no fused MoE with backward on Hopper | csrc/test_products::test_gpt_oss_extents backends/test_cuda_random::test_a_thousand_random_cases
+flashinfer 3196 | no fused MoE with backward on Hopper | csrc/test_products::test_gpt_oss_extents backends/test_cuda_random::test_two_thousand_random_cases
 Megatron-Bridge 5992 | dispatcher replaced silently | backends/test_cuda::test_cpu_tensors_get_the_reference_or_an_error backends/test_cuda::test_a_missing_library_is_an_error_not_a_slower_path
 Megatron-LM 7488 | named loads from a seed | backends/test_cuda_random::test_a_load_is_what_it_is_called backends/test_cuda_ep::test_loads
 Liger-Kernel 1412 | forward without its backward breaks state | backends/test_cuda_ep::test_forwards_before_their_backwards test_function::test_several_forwards_may_precede_their_backwards backends/test_cuda_autograd::test_evaluation_gives_the_same_bytes_and_disturbs_nothing

@@ -6,10 +6,9 @@ GPU.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import mok_megatron
-from mok_megatron import cpu, peers
+from mok_megatron import cpu
+from tests import shared_gpu
 
 VOCABULARY, SEQUENCE = 256, 32
 
@@ -72,7 +72,7 @@ def set_up(*, expert_parallel: int, seed: int = 1234, device: str = "cpu", **gro
     if device == "cpu":
         cpu.install()
     else:
-        _share_a_gpu()
+        shared_gpu.install()
     mok_megatron.activate()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -86,25 +86,14 @@ def set_up(*, expert_parallel: int, seed: int = 1234, device: str = "cpu", **gro
     torch.manual_seed(seed)
 
 
-def _share_a_gpu() -> None:
-    """Gloo coalesces collectives of CPU tensors only: of CUDA tensors they are made one by one.
-    Nothing is compiled at run time, as on the shim."""
-    cpu.forgo_compilation()
-    from megatron.core.distributed import param_and_grad_buffer
-
-    os.environ[peers.OVERLAP] = "1"
-    torch.cuda.set_device(0)
-    assert param_and_grad_buffer._coalescing_manager
-    param_and_grad_buffer._coalescing_manager = lambda *args, **kwargs: nullcontext()
-
-
 def config(dispatcher: str, base: dict[str, Any], **overrides: Any) -> Any:
     """A TransformerConfig for the groups that are set up."""
     from megatron.core import parallel_state as groups
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     tensor = groups.get_tensor_model_parallel_world_size()
-    return TransformerConfig(
+    kind = MLATransformerConfig if base.get("multi_latent_attention") else TransformerConfig
+    return kind(
         **base
         | {
             "moe_token_dispatcher_type": dispatcher,
@@ -149,10 +138,10 @@ class Training:
     """A GPT model under DDP with Megatron's optimizer and schedule, and its data.
 
     A pipeline rank holds one chunk of the model, or several when it is interleaved. `freeze` is a
-    pattern of parameter names. `grouped`: MoE layers are of Transformer Engine's modules, with a
-    TEGroupedMLP; the others stay local. Megatron's local spec has no attention for context
-    parallelism and no norms for sequence parallelism: without `attention`, layers are MoE or MLP
-    alone; with tensor parallelism, norms are `SequenceNorm`.
+    pattern of parameter names. `engine`: every layer is of Transformer Engine's modules; with
+    `grouped` the MoE layers alone, with a TEGroupedMLP. Megatron's local spec has no attention for
+    context parallelism and no norms for sequence parallelism: without `attention`, layers are MoE
+    or MLP alone; with tensor parallelism, norms are `SequenceNorm`.
     """
 
     dispatcher: str
@@ -165,6 +154,7 @@ class Training:
     attention: bool = True
     freeze: str = ""
     grouped: bool = False
+    engine: bool = False
 
     def __post_init__(self) -> None:
         from megatron.core import parallel_state
@@ -209,13 +199,13 @@ class Training:
             get_gpt_mtp_block_spec,
         )
 
-        named = {"use_transformer_engine": False, "vp_stage": stage}
+        named = {"use_transformer_engine": self.engine, "vp_stage": stage}
         spec = get_gpt_decoder_block_spec(self.config, **named)
         if self.grouped:
             _group_experts(spec, self.config.num_moe_experts)
         if not self.attention:
             _leave_out_attention(spec)
-        if self.config.sequence_parallel:
+        if self.config.sequence_parallel and not self.engine:
             _replace_norms(spec)
         mtp_spec = get_gpt_mtp_block_spec(self.config, spec, **named) if self.mtp else None
         where = {"ignore_virtual": False, "vp_stage": stage}

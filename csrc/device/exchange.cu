@@ -79,17 +79,26 @@ __global__ void __launch_bounds__(kPublishThreads)
   }
 }
 
-// The first of all starts that breaks a rule, and the same on every rank.
+__device__ __forceinline__ bool same_call(const Start& a, const Start& b) {
+  return a.settings == b.settings && a.direction == b.direction && a.layer == b.layer &&
+         a.forward == b.forward && a.rows == b.rows;
+}
+
+// The first of all starts that breaks a rule, and the same on every rank. A call is wrong that is
+// not the one that most ranks make (by Boyer and Moore's vote; of two, rank 0).
 __device__ __forceinline__ ExchangeFault judge(const Start* start, int ranks, int limit) {
   using Kind = ExchangeFaultKind;
-  const Start& wanted = start[0];
   const auto fault = [](Kind kind, int rank, int64_t value, int64_t other) {
     return ExchangeFault{static_cast<int32_t>(kind), rank, value, other, 0};
   };
+  int most = 0, lead = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     const int tokens = start[rank].tokens;
     if (tokens < 0 || tokens > limit) return fault(Kind::kTokens, rank, tokens, limit);
+    if (lead == 0) most = rank;
+    lead += same_call(start[rank], start[most]) ? 1 : -1;
   }
+  const Start wanted = start[most];
   for (int rank = 0; rank < ranks; ++rank) {
     const Start& s = start[rank];
     if (s.settings != wanted.settings)

@@ -182,9 +182,8 @@ __device__ __forceinline__ float2 load_written(const float2* from) {
 }
 
 enum class NamedBarrier : int {
-  kSetUp = 0,    // __syncthreads
-  kZeroed = 1,   // + warpgroup: the last rows of a stage have been zeroed
-  kCounted = 3,  // the CTA's moves and combines are done and counted
+  kSetUp = 0,   // __syncthreads
+  kZeroed = 1,  // + warpgroup: the last rows of a stage have been zeroed
 };
 
 __device__ __forceinline__ void named_sync(NamedBarrier name, int offset, int threads) {

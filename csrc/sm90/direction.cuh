@@ -16,7 +16,7 @@
 // are brought without a wait, and no product waits for rows that go home; so the smallest
 // unfinished ticket can always go on, whatever set of CTAs runs.
 //
-// At the end of a CTA move and multiply meet, and what they have counted is added to the grid's;
+// At the end of a CTA its warps meet, and what move and multiply have counted is added to the grid's;
 // the last CTA judges it (device/census.cuh).
 //
 // A reader whose copies go through the async proxy fences after its acquire; store waits until its
@@ -182,8 +182,6 @@ struct Direction {
       if constexpr (RANKS) send_rows_home(p, order, storage, mover, ticket);
       if (RANKS && one) storage.counted[kPushed] = mover.stored - storage.counted[kMoved];
     }
-    __syncwarp();
-    await_counted();
   }
 
   // A ticket's group of ROWS rows of the source, and the expert, which only grows.
@@ -385,14 +383,11 @@ struct Direction {
     return summed;
   }
 
-  // ---- the end of a CTA: its mover and its multiplying warps meet, one of which counts
-
-  static __device__ __forceinline__ void await_counted() {
-    named_sync(NamedBarrier::kCounted, 0, kThreads - 3 * 32);
-  }
+  // ---- the end of a CTA: all its warps meet, one of which counts
 
   static __device__ __forceinline__ void end(const Parameters& p, Storage& storage) {
-    await_counted();
+    __syncwarp();
+    __syncthreads();
     const CombineArguments& c = p.combine;
     const int lane = threadIdx.x % 32;
     if (threadIdx.x / 32 != 4 || !leave(p.census.counted, storage.counted, lane)) return;

@@ -129,7 +129,6 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
   for (; !tile->last(); tile = &tiles.next()) {
     if (mine()) K::no_product(p, storage, *tile);
   }
-  K::end(p, storage);
 }
 
 template <class K>
@@ -157,6 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<T::kMultiplyRegisters>();
     multiply<K>(p, storage, warp / 4 - 1);
   }
+  K::end(p, storage);
 }
 
 }  // namespace mok::sm90

@@ -221,9 +221,9 @@ def describe_call(words: Sequence[int]) -> str:
         field, names = _FIELDS[kind]
         text = (
             "all expert parallel ranks must make the same calls in the same order, got "
-            f"{field} {names.get(value, value)} {where}, and {names.get(wanted, wanted)} on rank "
-            "0; look for a rank that skips a layer or a microbatch, or runs with other flags or "
-            "another version"
+            f"{field} {names.get(value, value)} {where}, and {names.get(wanted, wanted)} on the "
+            "others; look for a rank that skips a layer or a microbatch, or runs with other flags "
+            "or another version"
         )
     return f"mok: {text}. That call's results are NaN"
 

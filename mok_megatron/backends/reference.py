@@ -24,6 +24,7 @@ Host      The host reads the row counts, which synchronises with a GPU.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -420,16 +421,18 @@ class _Ranks:
             rank = next(rank for rank, header in enumerate(headers) if header[0])
             text = bytes(words_PB[rank].tolist()).rstrip(b"\0").decode(errors="replace")
             raise CallFault(text, "arguments", rank)
+        wanted = Counter(tuple(header[1:5]) for header in headers).most_common(1)[0][0]
+        most = next(rank for rank, header in enumerate(headers) if tuple(header[1:5]) == wanted)
         for rank, header in enumerate(headers):
-            if header[1:5] != headers[0][1:5]:
+            if tuple(header[1:5]) != wanted:
                 first, other = (
                     f"{'backward' if backward else 'forward'} of layer {layer} as call {number}"
-                    for _, backward, _, layer, number, _ in (headers[0], header)
+                    for _, backward, _, layer, number, _ in (headers[most], header)
                 )
-                sizes = "" if header[2] == headers[0][2] else " with other sizes"
+                sizes = "" if header[2] == wanted[1] else " with other sizes"
                 raise CallFault(
                     "all ranks must make the same call of the same layer, got "
-                    f"{first} on expert parallel rank 0 and {other}{sizes} on {rank}; "
+                    f"{first} on expert parallel rank {most} and {other}{sizes} on {rank}; "
                     "call every MoE layer in the same order everywhere, with or without tokens",
                     "desync",
                     rank,

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from mok_megatron import __version__, peers
 from mok_megatron.backends import library
+from mok_megatron.backends.rules import CallFault
 from mok_megatron.contract import MoEShape
 from mok_megatron.limits import Limits, max_tokens, row_buffer_bytes, row_capacity, tokens_fault
 
@@ -181,7 +182,10 @@ def share(
     size, settings = parts(shape, limits.tokens)[0], fingerprint(shape, limits)
     buffers = row_buffer_bytes(shape.hidden, shape.ffn, limits.rows)
     mine = peers.card(device, wanted=size + buffers, free=free_bytes(device), config=settings)
-    cards = peers.meet(group, mine)
+    try:
+        cards = peers.meet(group, mine)
+    except peers.Differs as found:
+        raise CallFault(str(found).removeprefix("mok: "), "desync", found.rank) from None
     with _multicast_off():
         memory = _together(group, "allocate its workspace", lambda: _allocate(size, device))
         handle = _together(group, "map its peers' memory", lambda: _join(memory, group))

@@ -7,6 +7,7 @@ longer than that. All waiting on the host has a deadline.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,3 +140,53 @@ def test_two_streams_share_a_backend() -> None:
     for which in range(len(problems)):
         for index in range(rounds):
             assert cases.differing(found[which][index], expected[which]) == [], (which, index)
+
+
+@gpu
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hundred_calls_beside_a_busy_stream_have_the_same_bytes(ranks: int) -> None:
+    """Another stream multiplies and copies all the while; each rank comes late by a drawn time."""
+    problem, draw = cases.Problem.of(CASE), random.Random(9)
+    whole = cases.call(
+        cases.cuda_backend(problem.shape), problem, problem.places(torch.float32, accumulate=True)
+    )
+    parts = virtual.split(problem, (500,) if ranks == 1 else (200, 300))
+    group = virtual.Group.of(parts[0].shape, 500) if ranks > 1 else None
+    backend, busy = cases.cuda_backend(problem.shape), torch.cuda.Stream()
+    a = torch.randn(8192, 8192, device=cases.DEVICE, dtype=torch.bfloat16)
+    product, copied, beside = torch.empty_like(a), torch.empty_like(a), 0
+    for call in range(100):
+        places = problem.places(torch.float32, accumulate=True)
+        into = virtual.places(parts, places)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(busy):
+            for _ in range(draw.randint(3, 6)):  # of about 2 ms each
+                torch.mm(a, a, out=product)
+                copied.copy_(a)
+        for stream in group.streams if group is not None else (torch.cuda.current_stream(),):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(draw.randrange(1, 2_000_000))
+        ended = torch.cuda.Event()
+        if group is None:
+            p = parts[0]
+            y_TH, context = backend.forward(p.x_TH, p.expert_TK, p.prob_TK, p.weights)
+            found = [(y_TH, backend.backward(context, p.dy_TH, p.weights, into[0]))]
+        else:
+            forward = group.forward(parts)
+            gradients = group.backward(parts, [context for _, context in forward], into)
+            found = [(y_TH, g) for (y_TH, _), g in zip(forward, gradients, strict=True)]
+        ended.record()
+        ended.synchronize()
+        beside += not busy.query()
+        seen = [
+            torch.cat([y_TH for y_TH, _ in found]),
+            torch.cat([g.dx_TH for _, g in found]),
+            torch.cat([g.dprob_TK for _, g in found]),
+            *(w for of in into for w in of.w1),
+            *(w for of in into for w in of.w2),
+        ]
+        wanted = [whole.y_TH, whole.dx_TH, whole.dprob_TK, *whole.dw[: 2 * CASE.num_experts]]
+        assert cases.differing(seen, wanted) == [], call
+    print(f"{ranks} ranks: 100 calls, {beside} ended before their neighbour")
+    assert beside > 50

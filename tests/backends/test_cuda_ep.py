@@ -29,9 +29,9 @@ CASE = replace(cases.CASE, seed=31, num_experts=16, top_k=4, tokens=(600,))
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((1, 3, 7, 6), "got layer 7 on expert parallel rank 3, .* and 6 on rank 0; look for a"),
-        ((2, 1, 2, 1), "got direction backward on .* rank 1, .* and forward on rank 0"),
-        ((3, 1, 9, 8), "got forward call 9 on expert parallel rank 1, .* and 8 on rank 0"),
+        ((1, 3, 7, 6), "got layer 7 on expert parallel rank 3, .* and 6 on the others; look for a"),
+        ((2, 1, 2, 1), "got direction backward on .* rank 1, .* and forward on the others"),
+        ((3, 1, 9, 8), "got forward call 9 on expert parallel rank 1, .* and 8 on the others"),
         ((4, 2, 256, 128), "got row buffers of 256 on expert parallel rank 2"),
         ((5, 2, 1, 2), "got fingerprint of shape, flags and version 1 on .* rank 2"),
         ((6, 1, 17, 16), "at most 16 tokens, got 17 on .* rank 1, .*; set --mok-max-tokens to 17"),
@@ -259,7 +259,7 @@ def test_a_rank_that_makes_another_call_is_a_fault_on_all() -> None:
     space, _ = group.backends[1]._ranks._given
     group.backends[1]._ranks._given = (space, 2)
     assert _all_nan(group.forward(parts))
-    _raises_once(group, "got layer 2 on expert parallel rank 1, .* and 1 on rank 0")
+    _raises_once(group, "got layer 2 on expert parallel rank 1, .* and 1 on the others")
     group.backends[1]._ranks._given = (space, 1)
     first, second = (group.forward(parts) for _ in range(2))
     mixed = [first[0][1], second[1][1]]
@@ -267,7 +267,7 @@ def test_a_rank_that_makes_another_call_is_a_fault_on_all() -> None:
     gradients = group.backward(parts, mixed, into)
     torch.cuda.synchronize()
     assert all(bool(g.dx_TH.isnan().all() and g.dprob_TK.isnan().all()) for g in gradients)
-    _raises_once(group, "got forward call 3 on expert parallel rank 1, .* and 2 on rank 0")
+    _raises_once(group, "got forward call 3 on expert parallel rank 1, .* and 2 on the others")
     _check(problem, (300, 300), group=group)
 
 
@@ -339,3 +339,38 @@ def test_a_bad_id_spoils_the_call_on_all() -> None:
     assert _all_nan(group.forward([parts[0], replace(parts[1], expert_TK=ids)]))
     _raises_once(group, "got 16 at token 7, slot 2, on expert parallel rank 1")
     _check(problem, (200, 400), group=group)
+
+
+@gpu
+def test_rows_that_travel_beyond_two_to_the_31_elements() -> None:
+    """What comes home to a rank, and what it receives, need 64-bit offsets; tokens as above."""
+    copies, case = 148, replace(CASE, hidden=7168, ffn=64, num_experts=8, top_k=8, tokens=(256,))
+    small = Problem.of(replace(case, shared_ffn=0, load="balanced"))
+    tokens = copies * 256
+    assert tokens * 8 * 7168 > 2**31
+    alone = _whole(small, torch.float32, accumulate=False)
+    (half, _), shape = virtual.split(small, (256, 0)), replace(small.shape, ep_size=2)
+    group = virtual.Group.of(shape, tokens, rows=tokens * 8 + 8 * 128)
+    places = small.places(torch.float32, accumulate=False)
+    parts = [
+        replace(
+            half,
+            x_TH=half.x_TH.repeat(copies, 1),
+            expert_TK=half.expert_TK.repeat(copies, 1),
+            prob_TK=half.prob_TK.repeat(copies, 1),
+            dy_TH=half.dy_TH.repeat(copies, 1),
+            weights=part.weights,
+        )
+        for part in virtual.split(small, (256, 0))
+    ]
+    forward = group.forward(parts)
+    gradients = group.backward(
+        parts, [context for _, context in forward], virtual.places(parts, places)
+    )
+    torch.cuda.synchronize()
+    group.backends[0].check()
+    for rank in range(2):
+        found = forward[rank][0], gradients[rank].dx_TH, gradients[rank].dprob_TK
+        for value, expected in zip(found, (alone.y_TH, alone.dx_TH, alone.dprob_TK), strict=True):
+            for copy in (0, copies // 2, copies - 1):
+                assert cases.same(value[256 * copy : 256 * (copy + 1)], expected), (rank, copy)

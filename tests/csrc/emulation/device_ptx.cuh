@@ -100,7 +100,7 @@ inline uint64_t load_acquire_system(const uint64_t* word) { return *word; }
 inline void store_relaxed_system(uint32_t* word, uint32_t value) { *word = value; }
 inline void store_relaxed_system(uint64_t* word, uint64_t value) { *word = value; }
 
-enum class NamedBarrier : int { kSetUp = 0, kZeroed = 1, kCounted = 3 };
+enum class NamedBarrier : int { kSetUp = 0, kZeroed = 1 };
 inline void named_sync(NamedBarrier name, int offset, int threads) {
   emulated::sync(static_cast<int>(name) + offset, threads);
 }
