@@ -12,7 +12,7 @@
 --passes  each grouped product beside dense cuBLAS; bench_passes.py.
 
 Only ratios inside one run count: the chip is power-limited. Exit codes: 0 done, 1 an arm was wrong
-or broke, 2 wrong input.
+or broke, 2 wrong input, 3 stopped by --limit.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,11 +68,13 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Milliseconds of one visit. `add` is the addition into main_grad that is not fused."""
+    """Milliseconds of one visit. `add` is the addition into main_grad that is not fused; `passes`
+    what a bound is made of, by the pass's name."""
 
     forward: float
     backward: float
     add: float = 0.0
+    passes: dict[str, float] = field(default_factory=dict)
 
     @property
     def both(self) -> float:
@@ -122,10 +124,12 @@ class TimedBound:
         (add_ms,) = _medians(self.watch.laps([self._add], repeats))
         moved = sum(2 * values.numel() * values.element_size() for values in self.filled)
         directions = {"forward": 0.0, "backward": 0.0}
+        by_pass: dict[str, float] = {}
         for pass_, product in zip(self.passes, self.products, strict=True):
             (product_ms,) = _medians(self.watch.laps([product], repeats))
-            directions[pass_.direction] += bound_ms(pass_, product_ms, moved / add_ms)
-        return Sample(**directions)
+            by_pass[pass_.name] = bound_ms(pass_, product_ms, moved / add_ms)
+            directions[pass_.direction] += by_pass[pass_.name]
+        return Sample(**directions, passes=by_pass)
 
     def _add(self) -> None:
         for values in self.filled:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from bench_clock import (
 )
 from bench_oracle import LIMIT, Answer, errors, solve
 from bench_peers import MegatronArm, MegatronCutlassArm, SonicArm
-from bench_picture import plot
+from bench_picture import plot, waterfall
 from bench_problem import (
     LOADS,
     PRESETS,
@@ -43,7 +44,9 @@ from bench_problem import (
 from bench_record import append, environment
 from bench_report import BOUND, TABLES, loads_against_balanced, summarise, table, trends
 from tqdm import tqdm
+from train_log import read_lines
 
+STOPPED = 3  # exit code
 ARMS: dict[str, type[Arm]] = {
     arm.name: arm
     for arm in (MokArm, ReferenceArm, GroupedMMArm, MegatronArm, MegatronCutlassArm, SonicArm)
@@ -77,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-graph", action="store_true", help="leave out CUDA graph replay")
     group.add_argument("--autotune-sonic", action="store_true", help="minutes for each shape")
     group.add_argument("--commit", help="of this tree, where git cannot tell")
+    group.add_argument(
+        "--resume", action="store_true", help="take what the output has of this commit and device"
+    )
+    group.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="start no measurement after so long"
+    )
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
 
 
@@ -169,11 +178,26 @@ def measure_layers(options: argparse.Namespace) -> int:
     about = environment(options.device, options.commit)
     print(f"{about['device']}; {about['versions']}; commit {about['commit']}", flush=True)
     output = options.output or Path(__file__).resolve().parent / "results" / "layer.jsonl"
+    started = time.monotonic()
+    before = read_lines(output) if options.resume else []
     lines: list[dict[str, Any]] = []
     failed = False
+    not_begun = 0
     for name, shape in plan.shapes:
         for load in plan.loads:
             for which in plan.tables:
+                wanted = {
+                    "name": name, "load": load, "table": which, "asked_tokens": shape.tokens,
+                    "seed": options.seed, "rounds": rounds, "asked_arms": list(plan.arms),
+                    **{key: about[key] for key in ("commit", "device")},
+                }  # fmt: skip
+                old = [line for line in before if wanted.items() <= line.items()]
+                if old and old[-1]["asked_shape"] == dataclasses.asdict(shape):
+                    lines.append(old[-1])
+                    continue
+                if options.limit and time.monotonic() - started > options.limit:
+                    not_begun += 1
+                    continue
                 measurement = Measurement(
                     shape=shape, load=load, which=which, arms=plan.arms, options=options
                 )
@@ -187,7 +211,7 @@ def measure_layers(options: argparse.Namespace) -> int:
                 failed |= measurement.failed
                 if line is None:
                     continue
-                line = {"name": name, **line, "asked_tokens": shape.tokens, **about}
+                line = {**wanted, "asked_shape": dataclasses.asdict(shape), **line, **about}
                 lines.append(line)
                 append(output, line)
                 print(f"\n{table(line)}", flush=True)
@@ -197,7 +221,12 @@ def measure_layers(options: argparse.Namespace) -> int:
         print(text)
     if lines:
         picture = output.with_suffix(".png")
-        print(f"\n{plot(picture, lines) or f'picture: {picture}'}; lines: {output}", flush=True)
+        times = output.with_name(f"{output.stem}_time.png")
+        problem = plot(picture, lines) or waterfall(times, lines)
+        print(f"\n{problem or f'pictures: {picture}, {times}'}; lines: {output}", flush=True)
+    if not_begun:
+        print(f"{not_begun} measurements not begun after {options.limit:g} s; --resume does them")
+        return STOPPED
     return int(failed or not lines)
 
 

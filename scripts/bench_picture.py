@@ -9,6 +9,11 @@ from typing import Any
 from bench_report import BOUND, TABLES, Sweep, bound_ms, sweeps
 
 BOUND_LABEL = "bound (cuBLAS or bytes, pass by pass)"
+PASSES_OF = {
+    "forward": ("up", "down"),
+    "backward": ("down_gradient", "up_gradient", "w1_gradient", "w2_gradient"),
+}
+PASSES = tuple(name for names in PASSES_OF.values() for name in names)
 WORDS = {"tokens": "tokens T", "experts": "experts E on the rank"}
 
 
@@ -31,26 +36,92 @@ def plot(path: Path, lines: list[dict[str, Any]]) -> str | None:
     figure, axes = plt.subplots(
         count,
         1,
-        figsize=(max(9, 2 + 2.4 * widest), 4.2 * count),
+        figsize=(max(11, 3 + 2.4 * widest), 4.2 * count),
         layout="constrained",
         squeeze=False,
     )
     colors = _colors(lines)
     for axis, which in zip(axes[:, 0], panels, strict=False):
         _bars(axis, [line for line in single if line["table"] == which], colors)
-        axis.set_title(f"One MoE layer, forward + backward, {TABLES[which]}; whiskers: all rounds")
+        axis.set_title(f"One MoE layer, {TABLES[which]}; whiskers: all rounds", loc="left")
     for axis, sweep in zip(axes[len(panels) :, 0], curves, strict=True):
         _curves(axis, sweep, colors)
         axis.set_title(
             f"{sweep.name}, {sweep.load} load, forward + backward, {TABLES[sweep.table]}"
         )
-    about = lines[0]
-    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
-    figure.supxlabel(f"{about['device']}; {versions}; commit {about['commit'][:12]}", fontsize=8)
+    _about(figure, lines[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return None
+
+
+def waterfall(path: Path, lines: list[dict[str, Any]]) -> str | None:
+    """A PNG of where the first arm's time goes: each direction of each measurement as a bar of its
+    passes at the bound's rate, and of what lies above the bound.
+
+    Returns a line that says why not, if matplotlib is missing.
+    """
+    try:
+        os.environ.setdefault("MPLBACKEND", "agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return "mok: the picture needs matplotlib, got none; pip install matplotlib"
+    bars = [(line, way) for line in lines if line["bound"].get("passes_ms") for way in PASSES_OF]
+    if not bars:
+        return "no picture of where time goes: these lines have no times of a bound's passes"
+    names = dict.fromkeys(name for line, _ in bars for name in line["bound"]["passes_ms"])
+    colors = {name: f"C{index}" for index, name in enumerate(PASSES)}
+    figure, axis = plt.subplots(figsize=(11, 1.6 + 0.55 * len(bars)), layout="constrained")
+    for place, (line, way) in enumerate(bars):
+        left = 0.0
+        whole = line["arms"][line["first"]][f"{way}_ms"]
+        for name in names:
+            plain = name.removeprefix("shared ")
+            ms = line["bound"]["passes_ms"].get(name, 0.0)
+            if plain in PASSES_OF[way] and ms:
+                shared = name != plain
+                axis.barh(
+                    place, 100 * ms / whole, left=100 * left / whole, color=colors[plain],
+                    hatch="//" if shared else None, edgecolor="white", label=name,
+                )  # fmt: skip
+                left += ms
+        above = max(whole - left, 0.0)
+        axis.barh(place, 100 * above / whole, left=100 * left / whole, color="lightgray",
+                  edgecolor="white", label="above the bound")  # fmt: skip
+        axis.text(
+            100 * max(left, whole) / whole + 1,
+            place,
+            f"{whole:.2f} ms, bound {left:.2f}",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_yticks(
+        range(len(bars)),
+        [f"{_told(line).replace(chr(10), ', ')}\n{way}, {TABLES[line['table']][:3]}"
+         for line, way in bars], fontsize=8,
+    )  # fmt: skip
+    axis.invert_yaxis()
+    axis.margins(x=0.3)
+    axis.set(xlabel=f"% of the time of {lines[0]['first']}'s direction")
+    axis.set_title(
+        "Where a direction's time goes: each pass at its bound (cuBLAS or bytes), and the rest:\n"
+        "routing, rows moved and combined, waits, and what a pass needs above its bound",
+        fontsize=10,
+    )  # fmt: skip
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    handles["above the bound"] = handles.pop("above the bound")  # at the end
+    figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside right upper")
+    _about(figure, lines[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return None
+
+
+def _about(figure: Any, line: dict[str, Any]) -> None:
+    versions = ", ".join(f"{k} {v}" for k, v in line["versions"].items())
+    figure.supxlabel(f"{line['device']}; {versions}; commit {line['commit'][:12]}", fontsize=8)
 
 
 def _colors(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -84,7 +155,7 @@ def _bars(axis: Any, lines: list[dict[str, Any]], colors: dict[str, str]) -> Non
             axis.text(
                 left,
                 0.02 * rate,
-                f"{rate:.0f}",
+                f"{rate:.3g}",
                 ha="center",
                 va="bottom",
                 fontsize=7,
@@ -94,7 +165,7 @@ def _bars(axis: Any, lines: list[dict[str, Any]], colors: dict[str, str]) -> Non
         range(len(lines)),
         list(map(_told, lines)),
     )
-    axis.set_ylabel("TFLOP/s (higher is better)")
+    axis.set_ylabel("TFLOP/s, forward + backward")
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -34,6 +34,9 @@ def summarise(
     bound = {
         "forward_ms": statistics.median(b.forward for b in bounds),
         "backward_ms": statistics.median(b.backward for b in bounds),
+        "passes_ms": {
+            name: statistics.median(b.passes[name] for b in bounds) for name in bounds[0].passes
+        },
     }
     arms: dict[str, dict[str, Any]] = {}
     for name, visits in samples.items():

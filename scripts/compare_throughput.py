@@ -71,6 +71,7 @@ def main(tokens: list[str]) -> int:
     output = options.output or Path("runs") / config.path.stem / "throughput"
     target = int(config.arguments["train-iters"])
     left_out, worst = {}, 0
+    _share_bytecode(output)
     for name in names:
         reason = _absent(name, config)
         if reason is None:
@@ -133,6 +134,20 @@ def _absent(name: str, config: RunConfig) -> str | None:
     return None
 
 
+def _share_bytecode(output: Path) -> None:
+    """Containers often tell Python to keep no bytecode; then each process compiles torch and
+    Megatron again, 10 s and more of every start. Such bytecode goes to the runs' folder instead."""
+    try:
+        megatron = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return  # a run will say what is missing
+    cached = megatron and megatron.cached
+    if sys.dont_write_bytecode and cached and not Path(cached).exists():
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        folder = os.environ.setdefault("PYTHONPYCACHEPREFIX", str((output / "bytecode").resolve()))
+        sys.dont_write_bytecode, sys.pycache_prefix = False, folder  # here, for torch
+
+
 def _run(
     name: str, output: Path, target: int, options: argparse.Namespace, overrides: list[str]
 ) -> int:
@@ -170,6 +185,7 @@ def summarise(runs: dict[str, Path], warm_up: int) -> dict[str, dict[str, Any]]:
             ),
             "tflops_per_rank": statistics.median(line["tflops"] for line in timed),
             "peak_bytes": max(line["peak_bytes"] for line in lines),
+            "start_s": max((line.get("start_s", 0.0) for line in lines), default=0.0),
             "ranks": timed[-1]["ranks"],
             "losses": _thinned([line["loss"] for line in read_lines(folder / "losses.jsonl")]),
         }
@@ -185,7 +201,9 @@ def table(line: dict[str, Any]) -> str:
     """The comparison for the terminal."""
     found = line["dispatchers"]
     columns = ("tokens/s/rank", "TFLOP/s/rank", "step ms", "spread", "MoE fwd ms", "MoE bwd ms")
-    rows: list[tuple[str, ...]] = [("", *columns, "MoE share", "peak GB", "last loss", "speed")]
+    rows: list[tuple[str, ...]] = [
+        ("", *columns, "MoE share", "peak GB", "start s", "last loss", "speed")
+    ]
     first = next(iter(found.values()), None)
     for name, run in found.items():
         rate = run["tokens_per_s_per_rank"]
@@ -200,6 +218,7 @@ def table(line: dict[str, Any]) -> str:
                 f"{run['moe_backward_ms']:.1f}",
                 f"{100 * run['moe_share']:.0f} %",
                 f"{run['peak_bytes'] / 1e9:.2f}",
+                f"{run['start_s']:.0f}",
                 f"{run['losses'][-1]:.4f}" if run["losses"] else "-",
                 f"{rate / first['tokens_per_s_per_rank']:.2f} x" if first else "",
             )

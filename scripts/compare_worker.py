@@ -5,7 +5,8 @@ beside losses.jsonl, a line for each iteration: the time of Megatron's train_ste
 for the device, and inside it the time of the MoE layers, router included. A layer's forward lasts
 from its call to its return, its backward from the gradient of its output to that of its input; on a
 GPU these are events in the stream, on a CPU the wall clock. Peak memory is that rank's: allocated
-device memory, on a CPU the process's resident memory.
+device memory, on a CPU the process's resident memory. The first line of a start says how long that
+took, from the rank's process to the end of its first iteration.
 
 `--without-checkpoints`, anywhere on the command line, trains without saving: for models whose
 checkpoints would fill the disk.
@@ -26,7 +27,7 @@ from typing import Any
 import train
 import train_worker
 from train_config import RunConfig
-from train_log import read_lines
+from train_log import read_lines, seconds_since_birth
 from train_worker import end_with_parent
 
 WITHOUT = "--without-checkpoints"
@@ -144,6 +145,8 @@ class Clock:
             "tflops": self.flop(args, args.global_batch_size) / seconds / args.world_size / 1e12,
             "peak_bytes": peak,
         }
+        if self.steps == 1:
+            line["start_s"] = seconds_since_birth()
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -15,6 +15,20 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+_BORN = time.monotonic()  # soon after this process began
+
+
+def say_start(terminal: TextIO, label: str, what: str) -> None:
+    """What a start is at; on a terminal each such line takes the place of the one before."""
+    text = f"{label} starts, {seconds_since_birth():.0f} s: {what}"
+    terminal.write(f"\r\x1b[K{text}" if terminal.isatty() else f"{text}\n")
+    terminal.flush()
+
+
+def seconds_since_birth() -> float:
+    """How long this process has been running."""
+    return time.monotonic() - _BORN
+
 
 class LossLog:
     """Writes `losses.jsonl` and moves the bar; one object in the one process that reports."""
@@ -34,6 +48,8 @@ class LossLog:
         written.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         written.replace(self.path)
         interactive = self.terminal.isatty()
+        if interactive:
+            self.terminal.write("\r\x1b[K")  # what say_start left
         self._bar = tqdm(
             desc=self.label,
             initial=iteration,
@@ -65,8 +81,10 @@ class LossLog:
 
     def say(self, line: str) -> None:
         """A line of text above the bar."""
-        if self._bar is None or not self.terminal.isatty():
+        if not self.terminal.isatty():
             print(line, file=self.terminal, flush=True)
+        elif self._bar is None:  # in place of what say_start left
+            print(f"\r\x1b[K{line}", file=self.terminal, flush=True)
         else:
             self._bar.write(line, file=self.terminal)
 

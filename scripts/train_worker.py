@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from train_config import OneLineParser, RunConfig, UserError, check_dataset, to_argv
-from train_log import LossLog, note_start, plot
+from train_log import LossLog, note_start, plot, say_start
 from train_text import VOCAB_SIZE, standard_library_dataset
 
 WRONG_INPUT = 2  # exit code
@@ -44,6 +44,8 @@ def run(config: RunConfig, folder: Path, *, launched: bool) -> int:
         if isinstance(error, SystemExit) and not error.code:
             return 0
         traceback.print_exc()
+        if terminal.isatty():
+            terminal.write("\r\x1b[K")  # what say_start left
         if not str(error):  # a bare assert: its place says more than nothing
             frame = traceback.extract_tb(error.__traceback__)[-1]
             error.args = (f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})",)
@@ -126,6 +128,13 @@ class _Announcements:
 
 
 def _train(config: RunConfig, folder: Path, rank: int, terminal: TextIO) -> None:
+    label = str(config.arguments.get("moe-token-dispatcher-type", "allgather"))
+
+    def starts(what: str) -> None:
+        if rank == 0:
+            say_start(terminal, label, what)
+
+    starts("importing Megatron")
     import mok_megatron
     from mok_megatron import cpu
 
@@ -163,6 +172,12 @@ def _train(config: RunConfig, folder: Path, rank: int, terminal: TextIO) -> None
         )
     _save_on_interrupt()
 
+    def datasets(*positional: Any, **named: Any) -> Any:
+        built = _datasets(*positional, **named)
+        starts("the first iteration, in which Megatron compiles")
+        return built
+
+    datasets.is_distributed = True  # type: ignore[attr-defined] # Megatron calls it on every rank
     losses = folder / "losses.jsonl"
     log = LossLog(
         losses, terminal, args.moe_token_dispatcher_type, args.seq_length * args.global_batch_size
@@ -174,9 +189,10 @@ def _train(config: RunConfig, folder: Path, rank: int, terminal: TextIO) -> None
     try:
         from megatron.core.enums import ModelType
 
+        starts("building the model")
         training.pretrain(
             pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-            _datasets,
+            datasets,
             ModelType.encoder_or_decoder,
             _forward_step,
         )
@@ -288,9 +304,6 @@ def _datasets(num_samples: Any, vp_stage: int | None = None) -> Any:
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, lambda: True, config).build()
-
-
-_datasets.is_distributed = True  # type: ignore[attr-defined] # Megatron then calls it on every rank
 
 
 def _forward_step(iterator: Any, model: Any) -> Any:

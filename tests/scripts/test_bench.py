@@ -181,6 +181,30 @@ def test_a_measurement_that_breaks_is_one_line_and_the_next_goes_on(
     assert [json.loads(text)["table"] for text in output.read_text().splitlines()] == ["main_grad"]
 
 
+def test_a_limit_stops_and_resume_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "layer.jsonl"
+    command = ["--layer", "--device", "cpu", "--shape", "48,4,8,32,16,0", "--arms", "grouped_mm"]
+    command += ["--rounds", "1", "--milliseconds", "1", "--output", str(output), "--commit", "a"]
+    command += ["--tables", "fresh", "--loads", "balanced,hot", "--resume"]
+
+    def loads() -> list[str]:
+        return [json.loads(text)["load"] for text in output.read_text().splitlines()]
+
+    assert bench.main([*command, "--limit", "1e-9"]) == bench_layer.STOPPED
+    assert "2 measurements not begun" in capsys.readouterr().out
+    assert bench.main([*command[:-2], "balanced"]) == 0
+    assert loads() == ["balanced"]
+    capsys.readouterr()
+    assert bench.main(command) == 0
+    assert "rate under hot / balanced" in capsys.readouterr().out, "with the measurement of before"
+    assert bench.main(command) == 0
+    assert loads() == ["balanced", "hot"]
+    assert bench.main([*command, "--seed", "7"]) == 0
+    assert loads() == ["balanced", "hot", "balanced", "hot"], "another problem"
+
+
 # --- time ------------------------------------------------------------------------------
 
 

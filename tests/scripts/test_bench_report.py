@@ -32,7 +32,10 @@ def line(
     visits = {
         "mok": samples((1 * scale, 2, 0), (2 * scale, 4, 0), (1 * scale, 2, 0)),
         "peer": samples((2, 3, 1), (4, 6, 2), (8, 2, 2)),
-        "bound": samples((0.5, 1, 0), (1, 2, 0), (0.5, 1, 0)),
+        "bound": [
+            bench_clock.Sample(forward=f, backward=2 * f, passes={"up": f, "w1_gradient": 2 * f})
+            for f in (0.5, 1, 0.5)
+        ],
     }
     bound, arms = bench_report.summarise(shape, visits, "mok")
     for arm in arms:
@@ -153,6 +156,16 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     width, height = (int.from_bytes(every[i : i + 4]) for i in (16, 20))
     assert height > int.from_bytes(few[20:24]), "a panel more for the sweep"
     assert width > 1000
+
+
+def test_a_bounds_passes_are_medians_and_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert line()["bound"]["passes_ms"] == {"up": 0.5, "w1_gradient": 1}
+    for count in (1, 3):
+        lines = [line(f"a/{i}") for i in range(count)]
+        assert bench_picture.waterfall(tmp_path / f"{count}.png", lines) is None
+    one, three = (int.from_bytes((tmp_path / f"{n}.png").read_bytes()[20:24]) for n in (1, 3))
+    assert three > one, "a bar more for each direction"
 
 
 def test_a_commit_that_git_cannot_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -46,6 +47,7 @@ def run_of(folder: Path, step_ms: list[float], losses: list[float]) -> Path:
         }
         for index, ms in enumerate(step_ms, 1)
     ]
+    timed[0]["start_s"] = 31.4
     write(folder / compare_worker.FILE, timed)
     entries = [{"iteration": i, "loss": loss} for i, loss in enumerate(losses, 1)]
     write(folder / "losses.jsonl", entries)
@@ -80,6 +82,7 @@ def test_medians_are_of_what_comes_after_the_warm_up(runs: dict[str, Path]) -> N
     assert found["moe_share"] == 0.5
     assert found["tokens_per_s_per_rank"] == 5000
     assert found["peak_bytes"] == 4e9
+    assert found["start_s"] == 31.4
     assert found["losses"] == [5, 4, 3, 2]
     assert compare_throughput.summarise(runs, 4) == {}
 
@@ -106,7 +109,7 @@ def test_the_table_says_all_of_it(runs: dict[str, Path]) -> None:
     said = compare_throughput.table(line(runs)).splitlines()
     assert said[0] == "model, on a GPU"
     assert said[2].split() == ["mok", "5,000", "0.01", "100.0", "100.0-200.0", "12.5", "37.5",
-                               "50", "%", "4.00", "2.0000", "1.00", "x"]  # fmt: skip
+                               "50", "%", "4.00", "31", "2.0000", "1.00", "x"]  # fmt: skip
     assert said[3].split()[-2:] == ["0.50", "x"]
     assert len(said[1]) == len(said[2]) == len(said[3])
     assert said[4] == "flex left out: no DeepEP"
@@ -157,6 +160,36 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
     assert "needs the package deep_ep" in str(compare_throughput._absent("flex", gpu))
     other = gpu.replace({"moe-flex-dispatcher-backend": "something-new"})
     assert compare_throughput._absent("flex", other) is None
+
+
+def test_bytecode_is_kept_with_the_runs_where_there_would_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "megatron" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    spec = importlib.util.spec_from_file_location("megatron.core", package / "__init__.py")
+    assert spec is not None
+    assert spec.cached is not None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+
+    def prefix(*, dont_write: bool) -> str | None:
+        monkeypatch.setattr(sys, "dont_write_bytecode", dont_write)
+        compare_throughput._share_bytecode(tmp_path)
+        return os.environ.get("PYTHONPYCACHEPREFIX")
+
+    assert prefix(dont_write=False) is None
+    Path(spec.cached).parent.mkdir()
+    Path(spec.cached).write_text("")
+    assert prefix(dont_write=True) is None, "it has some already"
+    Path(spec.cached).unlink()
+    assert prefix(dont_write=True) == str(tmp_path / "bytecode")
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+    assert not sys.dont_write_bytecode
+    assert sys.pycache_prefix == str(tmp_path / "bytecode")
 
 
 # --- the clock -------------------------------------------------------------------------
@@ -214,6 +247,8 @@ def test_the_clock_finds_the_moe_layers_time(moe_model: torch.nn.Module, tmp_pat
         assert entry["tflops"] == pytest.approx(2 * 3 / (entry["step_ms"] / 1e3) / 2)
         assert entry["tokens"] == 12
         assert entry["peak_bytes"] > 1e6
+    assert first["start_s"] > 0
+    assert "start_s" not in second
 
 
 def test_without_checkpoints_nothing_says_where_to_save() -> None:
@@ -262,6 +297,8 @@ def test_a_comparison_goes_on_with_the_run_that_is_missing(tmp_path: Path) -> No
     assert run["ranks"] == 2
     assert len(run["losses"]) == 4
     assert 0 < run["moe_share"] < 1
+    assert run["start_s"] > 1
+    assert "mok starts, " in done.stderr
     assert run["moe_backward_ms"] > 0
     assert run["tflops_per_rank"] > 0
     assert not list((tmp_path / "runs").rglob("checkpoints"))
