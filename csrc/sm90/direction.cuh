@@ -385,9 +385,13 @@ struct Direction {
 
   // ---- the end of a CTA: all its warps meet, one of which counts
 
-  static __device__ __forceinline__ void end(const Parameters& p, Storage& storage) {
+  static __device__ __forceinline__ void meet() {
     __syncwarp();
-    __syncthreads();
+    named_sync(NamedBarrier::kSetUp, 0, kThreads);
+  }
+
+  static __device__ __forceinline__ void end(const Parameters& p, Storage& storage) {
+    meet();
     const CombineArguments& c = p.combine;
     const int lane = threadIdx.x % 32;
     if (threadIdx.x / 32 != 4 || !leave(p.census.counted, storage.counted, lane)) return;

@@ -69,6 +69,7 @@ struct GroupedGemm {
   static __device__ __forceinline__ void side_work(const Parameters&, Storage&) {}
   static __device__ __forceinline__ void after(const Parameters&, const Tile&, int) {}
   static __device__ __forceinline__ void no_product(const Parameters&, Storage&, const Tile&) {}
+  static __device__ __forceinline__ void meet() {}
   static __device__ __forceinline__ void end(const Parameters&, Storage&) {}
 };
 
@@ -129,6 +130,7 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
   for (; !tile->last(); tile = &tiles.next()) {
     if (mine()) K::no_product(p, storage, *tile);
   }
+  K::end(p, storage);
 }
 
 template <class K>
@@ -152,11 +154,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       K::side_work(p, storage);
     }
+    K::meet();
   } else {
     take_registers<T::kMultiplyRegisters>();
     multiply<K>(p, storage, warp / 4 - 1);
   }
-  K::end(p, storage);
 }
 
 }  // namespace mok::sm90
