@@ -36,6 +36,7 @@ enum class Tag : uint32_t {
   kCombineHome,     // combine waits for a row from another rank
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
   kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
+  kEndCounts,       // the end of a CTA waits for what its warps have counted
 };
 
 inline const char* describe(Tag tag) {
@@ -76,6 +77,8 @@ inline const char* describe(Tag tag) {
       return "the mover waited for the rows of a block that go home";
     case Tag::kPushSums:
       return "the mover waited for the sums of a probability's gradient that go home";
+    case Tag::kEndCounts:
+      return "the end of a CTA waited for what its warps have counted";
     case Tag::kStart:
       return "gather waited for the start of the call on the rank that is the thread's number (see "
              "--distributed-timeout-minutes, and that rank's log)";

@@ -16,8 +16,8 @@
 // are brought without a wait, and no product waits for rows that go home; so the smallest
 // unfinished ticket can always go on, whatever set of CTAs runs.
 //
-// At the end of a CTA its warps meet, and what move and multiply have counted is added to the grid's;
-// the last CTA judges it (device/census.cuh).
+// At the end of a CTA one warp waits for move and multiply, and adds what they have counted to the
+// grid's; the last CTA judges it (device/census.cuh).
 //
 // A reader whose copies go through the async proxy fences after its acquire; store waits until its
 // copies have arrived, not only left shared memory, before it raises a counter.
@@ -88,6 +88,7 @@ struct Direction {
     int32_t move_expert[3];  // of the last ticket of each source, and of rows that go home
     PlanWalker walker;
     uint32_t counted[kCounts];
+    uint64_t all_counted;  // phase 0: by multiply's warps and move
   };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true;
@@ -131,6 +132,7 @@ struct Direction {
   static __device__ __forceinline__ void set_up(Storage& storage) {
     prepare(storage.move);
     for (uint32_t& count : storage.counted) count = 0;
+    barrier_init(storage.all_counted, 8 + 1);
     for (int32_t& expert : storage.move_expert) expert = 0;
   }
 
@@ -182,6 +184,7 @@ struct Direction {
       if constexpr (RANKS) send_rows_home(p, order, storage, mover, ticket);
       if (RANKS && one) storage.counted[kPushed] = mover.stored - storage.counted[kMoved];
     }
+    if (one) arrive(storage.all_counted);
   }
 
   // A ticket's group of ROWS rows of the source, and the expert, which only grows.
@@ -383,18 +386,16 @@ struct Direction {
     return summed;
   }
 
-  // ---- the end of a CTA: all its warps meet, one of which counts
-
-  static __device__ __forceinline__ void meet() {
-    __syncwarp();
-    named_sync(NamedBarrier::kSetUp, 0, kThreads);
-  }
+  // ---- the end of a CTA, for its multiplying warps: one of them counts
 
   static __device__ __forceinline__ void end(const Parameters& p, Storage& storage) {
-    meet();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(storage.all_counted);
+    if (threadIdx.x / 32 != 4) return;
+    wait(storage.all_counted, 0, p.fault, Tag::kEndCounts);
     const CombineArguments& c = p.combine;
     const int lane = threadIdx.x % 32;
-    if (threadIdx.x / 32 != 4 || !leave(p.census.counted, storage.counted, lane)) return;
+    if (!leave(p.census.counted, storage.counted, lane)) return;
     if (*c.faulty != 0 || conserved(p.census, p.exchange.peers, lane)) return;
     for (int token = 0; token < c.tokens; ++token) spoil_token(c, token, lane);
   }

@@ -69,7 +69,6 @@ struct GroupedGemm {
   static __device__ __forceinline__ void side_work(const Parameters&, Storage&) {}
   static __device__ __forceinline__ void after(const Parameters&, const Tile&, int) {}
   static __device__ __forceinline__ void no_product(const Parameters&, Storage&, const Tile&) {}
-  static __device__ __forceinline__ void meet() {}
   static __device__ __forceinline__ void end(const Parameters&, Storage&) {}
 };
 
@@ -154,7 +153,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       K::side_work(p, storage);
     }
-    K::meet();
   } else {
     take_registers<T::kMultiplyRegisters>();
     multiply<K>(p, storage, warp / 4 - 1);
