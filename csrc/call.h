@@ -315,7 +315,7 @@ inline void open_forward(const Group& g, const Schedule& s, const Opening& o,
                       .admitted_start = nullptr,
                       .admitted_count = nullptr,
                       .admitted_faulty = nullptr,
-                      .patience = g.patience * kCyclesPerSecond,
+                      .patience_ns = g.patience * kNanosecondsPerSecond,
                       .record = mok::exchange_fault_record(),
                       .fault = mok::fault_record(),
                       .ctas = ctas,
@@ -370,7 +370,7 @@ inline mok::Routing open_backward(const Group& g, const Schedule& s, const Openi
                       .admitted_start = inside<int32_t>(scratch, o.start),
                       .admitted_count = inside<int32_t>(scratch, o.count),
                       .admitted_faulty = inside<int32_t>(scratch, o.faulty),
-                      .patience = g.patience * kCyclesPerSecond,
+                      .patience_ns = g.patience * kNanosecondsPerSecond,
                       .record = mok::exchange_fault_record(),
                       .fault = mok::fault_record(),
                       .ctas = ctas,
@@ -398,7 +398,7 @@ inline void open_refused(const Group& g, int64_t direction, int64_t choices, int
   mok::GatherArguments gather{};
   gather.peers = peers;
   gather.limit = limit;
-  gather.patience = g.patience * kCyclesPerSecond;
+  gather.patience_ns = g.patience * kNanosecondsPerSecond;
   gather.record = nullptr;  // the caller has an error of its own to raise
   gather.fault = mok::fault_record();
   gather.ctas = 1;

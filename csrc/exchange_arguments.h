@@ -70,7 +70,7 @@ struct GatherArguments {
   int32_t experts;                        // L
   const int32_t *start, *count, *faulty;  // [L + 1], [L], [1]; or null
   int32_t *admitted_start, *admitted_count, *admitted_faulty;
-  int64_t patience;  // cycles that a rank may come later than this one
+  int64_t patience_ns;  // that a rank may come later than this one
   ExchangeFault* record;
   Fault* fault;
   int32_t ctas;

@@ -360,8 +360,7 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
     """In a process of its own, whose CUDA context ends."""
     command = [sys.executable, "-c", ALONE]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    # 6e9 cycles, at whatever clock; more where other processes have their turns on the GPU
-    assert 2.9 < float(found.stdout) < 20, found.stderr
+    assert 2.9 < float(found.stdout) < 6, found.stderr  # whoever else has the GPU meanwhile
     assert re.search(r"gather waited for the start .* thread 1, saw", found.stderr), found.stderr
 
 

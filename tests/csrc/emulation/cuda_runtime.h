@@ -52,7 +52,6 @@ T __ldg(const T* from) {
   return *from;
 }
 
-inline long long clock64() { return emulated::clock(); }
 inline void __syncthreads() { emulated::sync(0, emulated::now().cta->threads); }
 inline void __syncwarp() { emulated::gather(0); }
 inline void __threadfence() {}

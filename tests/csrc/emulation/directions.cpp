@@ -124,7 +124,7 @@ mok::GatherArguments gather_of(const Sizes& s, const mok::Peers& peers, void* st
   a.choices = static_cast<int32_t>(s.choices);
   a.limit = static_cast<int32_t>(s.most_tokens);
   a.experts = static_cast<int32_t>(s.experts);
-  a.patience = 1;
+  a.patience_ns = 1;
   a.record = mok::exchange_fault_record();
   a.fault = mok::fault_record();
   a.ctas = static_cast<int32_t>(s.ctas);
