@@ -117,7 +117,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """losses and gradient norms; main_grads of the first step; names of what the MoE layers are."""
+    """losses and gradient norms; gradients of the first step; names of what the MoE layers are."""
 
     curve: list[tuple[float, float]]
     gradients: dict[str, torch.Tensor]
@@ -134,8 +134,7 @@ def _train(dispatcher: str, case: Case) -> Record:
         **SHARDED,
     )
     curve = training.run(1)
-    parameters = training.model.named_parameters()
-    gradients = {name: p.main_grad.float().cpu() for name, p in parameters}
+    gradients = training.gradients()
     curve += training.run(STEPS - 1)
     layers = []
     for layer in (m for m in training.modules() if hasattr(m, "token_dispatcher")):
