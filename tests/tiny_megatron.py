@@ -292,7 +292,8 @@ class Training:
                     own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
         named = chain.from_iterable(model.named_parameters() for model in self.models)
-        return {name: p.main_grad.float().cpu() for name, p in named if p.requires_grad}
+        kept = {"device": "cpu", "dtype": torch.float32, "copy": True}
+        return {name: p.main_grad.to(**kept) for name, p in named if p.requires_grad}
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Of every chunk."""
