@@ -84,8 +84,9 @@ WORKS = [
     Works("recompute-moe", {**SELECTIVE, "recompute_modules": ["moe"]}),
     Works(
         "recompute-activation",
-        {**SELECTIVE, "recompute_modules": ["core_attn", "moe_act"], "moe_grouped_gemm": True},
+        {**SELECTIVE, "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
     ),
+    Works("recompute-attention", {**SELECTIVE, "recompute_modules": ["core_attn"]}),
     Works("recompute-norm", {**SELECTIVE, "recompute_modules": ["layernorm"]}),
     Works(
         "recompute-shared-expert",
