@@ -117,6 +117,11 @@ WORKS = [
     Works("fp16", {"fp16": True, "params_dtype": torch.float16}),
     Works("attention-graph", {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}),
     Works("attention-graph-old-name", {"cuda_graph_impl": "local", "cuda_graph_scope": "attn"}),
+    Works("iteration-graph", {"cuda_graph_impl": "full_iteration"}),
+    Works(
+        "iteration-graph-old-name",
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+    ),
     Works("graph-modules-without-graphs", {"cuda_graph_modules": ["moe_router"]}),
     Works(
         "attention-offload",
@@ -338,13 +343,17 @@ REFUSED = [
     ),
     Refused(
         "cuda_graph_impl",
-        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
-        "whole iteration | full-iteration | --cuda-graph-impl none",
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0},
+        "have run before | cuda_graph_warmup_steps=0 | --cuda-graph-warmup-steps 1",
     ),
     Refused(
         "cuda_graph_impl",
-        {"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration"},
-        "whole iteration | full-iteration | --cuda-graph-impl none",
+        {
+            "cuda_graph_impl": "local",
+            "cuda_graph_modules": "full_iteration",
+            "cuda_graph_warmup_steps": 0,
+        },
+        "have run before | cuda_graph_warmup_steps=0 | --cuda-graph-warmup-steps 1",
     ),
     Refused(
         "transformer_impl",
@@ -362,6 +371,7 @@ REFUSED = [
 REFUSED_ARGUMENTS = [
     ("use_megatron_fsdp", "--use-distributed-optimizer"),
     ("use_torch_fsdp2", "--use-distributed-optimizer"),
+    ("optimizer_cuda_graph", "drop --optimizer-cuda-graph"),
     ("moe_use_upcycling", "then resume with mok"),
     ("fake_process_group", "drop --fake-process-group"),
 ]
