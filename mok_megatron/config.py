@@ -212,12 +212,6 @@ RULES: tuple[Rule, ...] = (
         remedy=f"drop --tensor-parallel-num-weight-shards, {_ALLTOALL}",
     ),
     Rule(
-        name="moe_single_grouped_weight",
-        found=on("moe_single_grouped_weight"),
-        must="each expert must have a weight of its own",
-        remedy=f"drop --moe-single-grouped-weight, {_ALLTOALL}",
-    ),
-    Rule(
         name="moe_single_grouped_bias",
         found=on("moe_single_grouped_bias"),
         must="experts cannot have biases",

@@ -189,6 +189,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             weights,
             self._observed,
             owners.store,
+            owners.parameters,
         )
         if not self._has_said_memory:
             self._say_memory(y_TH.shape[0])

@@ -205,11 +205,6 @@ REFUSED = [
         "weights cannot be sharded | 2 | --tensor-parallel-num-weight-shards",
     ),
     Refused(
-        "moe_single_grouped_weight",
-        {"moe_single_grouped_weight": True, "moe_grouped_gemm": True},
-        "weight of its own | True | --moe-single-grouped-weight",
-    ),
-    Refused(
         "moe_single_grouped_bias",
         {"moe_single_grouped_bias": True, "moe_grouped_gemm": True},
         "biases | True | --moe-single-grouped-bias",

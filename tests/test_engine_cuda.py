@@ -12,9 +12,11 @@ itself, and losses are near.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +69,9 @@ SHARDED: dict[str, Any] = {
         "params_dtype": torch.bfloat16,
     },
 }
+# Without the first Transformer Engine ignores --moe-single-grouped-weight; without the second
+# Megatron refuses its companion.
+SINGLE_WEIGHT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -76,12 +81,14 @@ def _selective(*modules: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """groups: arguments of tiny.set_up; fuses: whether the fused call has the shared expert."""
+    """groups: arguments of tiny.set_up; fuses: whether the fused call has the shared expert; mok:
+    overrides for mok alone."""
 
     ranks: int
     base: dict[str, Any]
     groups: dict[str, Any] = field(default_factory=lambda: {"expert_parallel": 1})
     overrides: dict[str, Any] = field(default_factory=dict)
+    mok: dict[str, Any] = field(default_factory=dict)
     experts: str = "TEGroupedMLP"
     fuses: bool = False
 
@@ -97,6 +104,12 @@ CASES = {
     "qwen3-recompute-full": Case(ranks=1, base=QWEN3, overrides=FULL),
     "qwen3-single-experts": Case(
         ranks=1, base=QWEN3, overrides={"moe_grouped_gemm": False}, experts="SequentialMLP"
+    ),
+    # Megatron's own layers have no kernel for it on this GPU.
+    "qwen3-single-weight": Case(
+        ranks=1,
+        base=QWEN3,
+        mok={"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True},
     ),
     "deepseek-v3-ep2": Case(ranks=2, base=DEEPSEEK_V3, groups={"expert_parallel": 2}, fuses=True),
     "qwen3-dp2": Case(ranks=2, base=QWEN3),
@@ -155,20 +168,23 @@ class _Routes:
 
 def _train(dispatcher: str, case: Case, routes: list[list[torch.Tensor]] | None) -> Record:
     """`routes`: what each router is told to choose in the first step, call by call."""
-    training = tiny.Training(
-        dispatcher=dispatcher,
-        base=case.base,
-        overrides=case.overrides,
-        mtp=bool(case.base.get("mtp_num_layers")),
-        engine=True,
-        **SHARDED,
-    )
+    with mock.patch.dict(os.environ, SINGLE_WEIGHT):
+        training = tiny.Training(
+            dispatcher=dispatcher,
+            base=case.base,
+            overrides=case.overrides | (case.mok if dispatcher == "mok" else {}),
+            mtp=bool(case.base.get("mtp_num_layers")),
+            engine=True,
+            **SHARDED,
+        )
     moe_layers = [m for m in training.modules() if hasattr(m, "token_dispatcher")]
     replays = [_Routes(None if routes is None else routes[i]) for i in range(len(moe_layers))]
     for layer, replay in zip(moe_layers, replays, strict=True):
         layer.router.router_replay = replay
+        first = getattr(getattr(layer.experts, "linear_fc1", None), "weight", None)
+        assert (first is not None) == bool(training.config.moe_single_grouped_weight)
     curve = training.run(1)
-    gradients = training.gradients()
+    gradients = dict(_of_each_expert(training.gradients()))
     for layer in moe_layers:
         layer.router.router_replay = None
     curve += training.run(STEPS - 1)
@@ -182,6 +198,15 @@ def _train(dispatcher: str, case: Case, routes: list[list[torch.Tensor]] | None)
             backend.check()
     chosen = [replay.chosen for replay in replays]
     return Record(curve=curve, gradients=gradients, layers=layers, routes=chosen)
+
+
+def _of_each_expert(gradients: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a stacked weight [L, ...] under the names that one weight an expert has."""
+    for name, gradient in gradients.items():
+        if gradient.dim() < 3:
+            yield name, gradient
+        else:
+            yield from ((f"{name}{i}", member) for i, member in enumerate(gradient))
 
 
 def _rank(rank: int, world: int, names: list[str]) -> dict[str, dict[str, Any]]:
