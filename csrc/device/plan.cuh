@@ -50,9 +50,10 @@ struct PlanShape {
   bool keep_empty;  // an expert without rows still has weight tiles: its fresh gradient is zero
   const int32_t* start;
   const int32_t* count;
-  int32_t capacity;  // rows that the buffers hold
-  int32_t most;      // rows that any routing brings
-  int32_t laps;      // that those may take
+  int32_t capacity;     // rows that the buffers hold
+  int32_t most;         // rows that any routing brings
+  int32_t laps;         // that those may take
+  int32_t ranks, rank;  // of several: whose rows go farthest come first in pass 1; else 0
 
   MOK_HOST_DEVICE int shared_blocks() const { return tiles_of(tokens, kRowTile); }
   MOK_HOST_DEVICE int blocks() const { return most / kRowTile; }
@@ -201,6 +202,12 @@ struct Plan {
   MOK_HOST_DEVICE int count() const { return first[lap[*lap_count].segment]; }
 };
 
+// Rows lie by the rank whose tokens they are: the first row block behind the own ones, if all ranks
+// have as many. Pass 1 begins there, so that rows which stay here are the last.
+MOK_HOST_DEVICE int after_own(const PlanShape& s, int blocks) {
+  return (blocks * (s.rank + 1) + s.ranks - 1) / s.ranks;
+}
+
 // The tile number `inside` of a segment.
 MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
   Tile tile = no_tile();
@@ -222,7 +229,9 @@ MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
     tile.depth = g.valid > 0 ? tiles_of(g.valid, kDepthTile) : 1;
     return tile;
   }
-  place(inside, tiles_of(g.valid, kRowTile), pass.n_tiles, tile);
+  const int blocks = tiles_of(g.valid, kRowTile);
+  place(inside, blocks, pass.n_tiles, tile);
+  if (s.ranks > 1 && g.pass == 1) tile.m = (tile.m + after_own(s, blocks)) % blocks;
   tile.row += tile.m * kRowTile;
   const int left = g.valid - tile.m * kRowTile;
   tile.rows = left < kRowTile ? left : kRowTile;

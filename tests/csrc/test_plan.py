@@ -26,7 +26,7 @@ SOURCES = (
     "csrc/device/plan.cuh",
     "tests/csrc/plan_host.cpp",
 )
-COUNTS = (0, 0, 1, 64, 65, 128, 129, 700)
+COUNTS = (0, 0, 1, 64, 65, 128, 129, 700, 1500)
 FIELDS = 11  # expert, pass, m, n, row, rows, depth, fault, idle, lap, base
 Tile = tuple[int, ...]
 Pass = tuple[int, int, int]  # m_tiles, n_tiles, depth
@@ -46,6 +46,8 @@ class Shape:
     count: list[int]
     again: Pass = (0, 0, 0)  # what laps behind the first do first
     capacity: int = 0  # rows; 0: all of them
+    ranks: int = 0
+    rank: int = 0
 
     @property
     def experts(self) -> int:
@@ -58,7 +60,8 @@ class Shape:
     def words(self) -> list[int]:
         numbers = [word for one in (*self.routed, *self.shared, self.again) for word in one]
         numbers += [self.passes, self.experts, self.ahead, self.tokens, self.combine_tiles]
-        return [*numbers, int(self.keep_empty), self.rows, max(self.start[-1], 128)]
+        numbers += [int(self.keep_empty), self.rows, max(self.start[-1], 128)]
+        return [*numbers, self.ranks, self.rank]
 
     def split(self, tile: Tile) -> tuple[bool, int]:
         """Of the shared expert; the pass: 0 to passes - 1, passes of combine, or AGAIN."""
@@ -140,7 +143,10 @@ def drawn(draw: random.Random, most: int = 40) -> Shape:
         ]
         return row + weight
 
+    ranks = draw.choice((0, 2, 3, 8))
     return Shape(
+        ranks=ranks,
+        rank=draw.randrange(max(ranks, 1)),
         routed=passes_of(True),
         shared=passes_of(draw.random() < 0.5),
         passes=passes,
@@ -235,6 +241,16 @@ def check_visits(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
     assert Counter(tiles) == expected(shape), "a tile is missing, wrong or there twice"
 
 
+def check_far_first(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
+    """Of pass 1 the row blocks behind the own rank's come first, if all have as many rows."""
+    for expert in range(shape.experts):
+        blocks = shape.blocks(expert)
+        order = [t[2] for t in tiles if t[0] == expert and t[1] == 1 and t[3] == 0]
+        if 1 < shape.ranks <= blocks < 16:
+            assert order[0] == -(-blocks * (shape.rank + 1) // shape.ranks) % blocks
+            assert sorted(order) == list(range(blocks))
+
+
 def check_order(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
     done: Counter[Key] = Counter()
     combined = False
@@ -285,7 +301,8 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Planner:
 
 
 @pytest.mark.parametrize(
-    ("check", "shapes"), [(check_visits, 60), (check_order, 60), (check_progress, 40)]
+    ("check", "shapes"),
+    [(check_visits, 60), (check_order, 60), (check_progress, 40), (check_far_first, 60)],
 )
 def test_random_shapes(planner: Planner, check: Check, shapes: int) -> None:
     run(planner, check, range(shapes))
