@@ -71,7 +71,8 @@ struct alignas(16) Lap {
   int32_t expert;   // its first; the last lap is followed by one of the experts' number
   int32_t row;      // its first, in the schedule
   int32_t segment;  // its first
-  int32_t steps;    // that are counted in the lap: groups of rows sent home, and weight tiles
+  int32_t steps;    // that are counted in the lap: groups of rows sent home, weight tiles, and rows
+                    // that no tile waits for
 };
 
 // What a segment is; 16 bytes, as it is read at once.
@@ -94,6 +95,13 @@ MOK_HOST_DEVICE const PassShape& pass_of(const PlanShape& s, int pass) {
   return pass == pass_again(s) ? s.again : s.shared[pass - s.passes - 1];
 }
 
+// Whether a tile of the first lap waits for the rows of the second source, where there is one. Of
+// weights that nobody wants a gradient of, none does; but they are under way, and the next lap's
+// must not meet them.
+MOK_HOST_DEVICE bool second_is_read(const PlanShape& s) {
+  return s.again.n_tiles == 0 || s.routed[s.passes - 1].n_tiles > 0;
+}
+
 // Finds the laps of the experts' rows; laps: [most_laps + 1]. Returns how many there are.
 MOK_HOST_DEVICE int find_laps(const PlanShape& s, Lap* laps) {
   int count = 0, segment = 0;
@@ -109,12 +117,16 @@ MOK_HOST_DEVICE int find_laps(const PlanShape& s, Lap* laps) {
     const int experts = expert - first, rows = s.start[expert] - row;
     int steps = 0;
     if (expert < s.experts) {  // or nobody waits for them
-      int weight_tiles = 0, with_rows = experts;
+      int weight_tiles = 0;
       for (int pass = 0; pass < s.passes; ++pass) {
         weight_tiles += s.routed[pass].m_tiles * s.routed[pass].n_tiles;
       }
-      for (int e = first; e < expert && !s.keep_empty; ++e) with_rows -= s.count[e] <= 0;
-      steps = rows / kPushRows + with_rows * weight_tiles;
+      const bool alone = count == 0 && !second_is_read(s);
+      steps = rows / kPushRows;
+      for (int e = first; e < expert; ++e) {
+        steps += s.keep_empty || s.count[e] > 0 ? weight_tiles : 0;
+        steps += alone ? s.count[e] : 0;
+      }
     }
     laps[count] = {first, row, segment, steps};
     segment += experts * (s.passes + (count > 0 && s.again.n_tiles > 0)) +

@@ -53,7 +53,7 @@ struct Counters {        // zeroed before the grid starts
   int32_t* expert_done;  // [experts + 1] tiles of pass 0
   int32_t* expert_rows;  // [experts + 1] the same, and rows of the second source
   int32_t* sums;         // [blocks] warps that have written prob's parts
-  int32_t* lap_done;     // [laps] groups of rows sent home, and weight tiles
+  int32_t* lap_done;     // [laps] groups of rows sent home, weight tiles, and rows of no reader
   uint32_t* movers;      // CTAs that wanted to move rows
 };
 
@@ -317,8 +317,10 @@ struct Direction {
     if (valid == 0) return;
     if (what.source == 0 || (RANKS && storage.lap.number > 0)) {
       mover.signal(p.counters.ready + first / kRowTile, valid);
-    } else {
+    } else if (!RANKS || second_is_read(p.plan.shape)) {
       mover.signal(p.counters.expert_rows + expert, valid);
+    } else {
+      mover.signal(p.counters.lap_done, valid);
     }
   }
 
