@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -128,7 +129,8 @@ inline int64_t capacity(int64_t slots, int64_t experts) {
 // The schedule as route writes it, in one tensor of bytes; see layer_arguments.h.
 struct Schedule {
   int64_t tokens = {}, choices = {}, experts = {}, rows = {};
-  int64_t most = {};  // rows of any routing
+  int64_t capacity = {};  // rows that buffers hold: R, or those that an expert may have
+  int64_t most = {};      // rows of any routing
   int64_t row_start = {}, row_count = {}, shared_start = {}, shared_count = {};
   int64_t faulty = {}, census = {}, row = {}, slot = {}, prob = {}, epoch = {}, bytes = {};
 
@@ -162,16 +164,18 @@ struct Schedule {
     Schedule s{.tokens = tokens,
                .choices = choices,
                .experts = experts,
-               .rows = rows > 0 ? rows : capacity(slots, experts)};
-    s.most =
-        rows > 0 ? capacity(all_tokens * (choices < experts ? choices : experts), experts) : s.rows;
-    STD_TORCH_CHECK(s.most / s.rows < kMostLaps,
+               .rows = rows > 0 ? rows : border::capacity(slots, experts)};
+    s.most = rows > 0
+                 ? border::capacity(all_tokens * (choices < experts ? choices : experts), experts)
+                 : s.rows;
+    s.capacity = std::max(s.rows, (all_tokens + 127) / 128 * 128);
+    STD_TORCH_CHECK(s.most / s.capacity < kMostLaps,
                     "mok: rows of any routing must be fewer than ",
                     kMostLaps,
                     " times what buffers hold, got ",
                     s.most,
                     " and ",
-                    s.rows,
+                    s.capacity,
                     "; raise --mok-row-budget");
     s.row_start = room.take_words(experts + 1);
     s.row_count = room.take_words(experts);
@@ -205,10 +209,11 @@ struct Schedule {
             .choices = static_cast<int32_t>(choices),
             .experts = static_cast<int32_t>(experts),
             .rows = static_cast<int32_t>(rows),
+            .capacity = static_cast<int32_t>(capacity),
             .most = static_cast<int32_t>(most)};
   }
 
-  int64_t words() const { return mok::direction_words(rows, most, tokens, experts); }
+  int64_t words() const { return mok::direction_words(rows, capacity, most, tokens, experts); }
 
   static constexpr int64_t kMostLaps = 120;  // half of what a tile's byte can count
 };
@@ -340,6 +345,7 @@ inline void open_forward(const Group& g, const Schedule& s, const Opening& o,
                     .peers = peers,
                     .tokens = static_cast<int32_t>(s.tokens),
                     .rows = static_cast<int32_t>(s.rows),
+                    .capacity = static_cast<int32_t>(s.capacity),
                     .refused = refused,
                     .record = mok::exchange_fault_record()});
 }

@@ -26,8 +26,9 @@ struct Routing {
   int32_t tokens = {};
   int32_t choices = {};
   int32_t experts = {};
-  int32_t rows = {};  // R
-  int32_t most = {};  // rows of any routing; of one rank R
+  int32_t rows = {};      // R
+  int32_t capacity = {};  // rows that buffers hold in later laps; of one rank R
+  int32_t most = {};      // rows of any routing; of one rank R
 };
 
 struct Sizes {
@@ -50,9 +51,9 @@ struct DirectionLaunch {
   void* stream = {};
 };
 
-// Of a group of several ranks T is this rank's, E its own experts, and R the budget, which rows
-// beyond it pass through in laps (device/plan.cuh); x and dy of the routed rows come from the
-// ranks' workspaces.
+// Of a group of several ranks T is this rank's, E its own experts, and R the budget: rows beyond it
+// take the buffers, of C rows (capacity), in laps (device/plan.cuh). x and dy of the routed rows
+// come from the ranks' workspaces.
 struct ForwardArguments {
   Routing routing = {};
   Peers peers = {};
@@ -60,9 +61,9 @@ struct ForwardArguments {
   WeightTables weights = {};
   DirectionLaunch launch = {};
   const void* x = {};     // [T, H]
-  void* rows = {};        // [R, H]: x, then y, by rows
+  void* rows = {};        // [C, H]: x, then y, by rows
   void* gate_up = {};     // [R, 2F]
-  void* activation = {};  // [R, F]
+  void* activation = {};  // [C, F]
   void *shared_gate_up = nullptr, *shared_activation = nullptr, *shared_y = nullptr;
   void* y = {};  // [T, H]
 };
@@ -84,16 +85,17 @@ struct BackwardArguments {
   DirectionLaunch launch = {};
   const void *x = nullptr, *dy = nullptr;  // [T, H]
   const void *gate_up = nullptr, *shared_gate_up = nullptr;
-  void *x_rows = nullptr, *dy_rows = nullptr, *dx_rows = nullptr;  // [R, H]
-  void *d_gate_up = nullptr, *activation = nullptr;                // [R, 2F], [R, F]
-  float* parts = {};                                               // [R, F / kPartColumns]
+  void *x_rows = nullptr, *dy_rows = nullptr, *dx_rows = nullptr;  // [C, H]
+  void *d_gate_up = nullptr, *activation = nullptr;                // [C, 2F], [C, F]
+  float* parts = {};                                               // [C, F / kPartColumns]
   void *shared_d_gate_up = nullptr, *shared_activation = nullptr, *shared_dx = nullptr;
   void* dx = {};          // [T, H]
   float* d_prob_TK = {};  // [T, K]
 };
 
-// Words of int32 that either direction needs. rows: R; most: rows of any routing.
-int64_t direction_words(int64_t rows, int64_t most, int64_t tokens, int64_t experts);
+// Words of int32 that either direction needs; numbers as in Routing.
+int64_t direction_words(int64_t rows, int64_t capacity, int64_t most, int64_t tokens,
+                        int64_t experts);
 
 // Loads what calls of several ranks launch: a kernel that loads at its first launch may wait for
 // one that runs, and that one for another rank.

@@ -85,6 +85,7 @@ struct ViewArguments {
   Peers peers;
   int32_t tokens;          // T
   int32_t rows;            // R
+  int32_t capacity;        // rows that an expert may have
   const int32_t* refused;  // [1], gather's: not 0: nothing has a row
   ExchangeFault* record;
 };

@@ -154,8 +154,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& expert, const 
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
-  const int64_t words = room.take_words(s.words()), rows = room.take_bf16(s.rows, hidden),
-                activation = room.take_bf16(s.rows, width),
+  const int64_t words = room.take_words(s.words()), rows = room.take_bf16(s.capacity, hidden),
+                activation = room.take_bf16(s.capacity, width),
                 shared_activation = room.take_bf16(s.tokens, shared_width),
                 shared_y = room.take_bf16(shared ? s.tokens : 0, hidden);
   const int64_t slots = s.tokens * s.choices;
@@ -236,18 +236,18 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
 
   Room room;
   const int64_t words = room.take_words(s.words()),
-                parts = room.take_words(s.rows * (width / mok::kPartColumns)),
-                dx_rows = room.take_bf16(s.rows, hidden),
+                parts = room.take_words(s.capacity * (width / mok::kPartColumns)),
+                dx_rows = room.take_bf16(s.capacity, hidden),
                 shared_dx = room.take_bf16(shared ? s.tokens : 0, hidden);
   // What is read outside, if it is, is a tensor of its own; otherwise it is scratch too.
   struct Buffer {
     void** place;
     int64_t rows, columns, at;
   };
-  std::vector<Buffer> buffers{{&arguments.x_rows, s.rows, hidden, 0},
-                              {&arguments.dy_rows, s.rows, hidden, 0},
-                              {&arguments.d_gate_up, s.rows, 2 * width, 0},
-                              {&arguments.activation, s.rows, width, 0}};
+  std::vector<Buffer> buffers{{&arguments.x_rows, s.capacity, hidden, 0},
+                              {&arguments.dy_rows, s.capacity, hidden, 0},
+                              {&arguments.d_gate_up, s.capacity, 2 * width, 0},
+                              {&arguments.activation, s.capacity, width, 0}};
   if (shared) {
     buffers.push_back({&arguments.shared_d_gate_up, s.tokens, 2 * shared_width, 0});
     buffers.push_back({&arguments.shared_activation, s.tokens, shared_width, 0});

@@ -3,7 +3,8 @@
 Both are fixed when the workspace is made, and are the same on every rank. Without torch: the
 planner (mok_megatron.plan) reads this file too.
 
-Letters of contract.py: T tokens, K choices, P ranks, L local experts, R rows that buffers hold.
+Letters of contract.py: T tokens, K choices, P ranks, L local experts, R rows whose gate and
+up a forward keeps, C rows that buffers hold.
 """
 
 from __future__ import annotations
@@ -47,12 +48,18 @@ def max_tokens(given: int | None, arguments: Any, first_call: int) -> tuple[int,
 
 def row_capacity(tokens: int, top_k: int, ranks: int, local_experts: int, budget: float) -> int:
     """R: budget x the rows of a balanced routing, but no more than any routing can bring; with room
-    for the padding that starts each expert's rows at a row tile. At least what one expert can get:
-    rows beyond R take the buffers in turn, expert by expert."""
+    for the padding that starts each expert's rows at a row tile. Rows beyond R take the buffers in
+    turn, expert by expert."""
     most = ranks * tokens * min(top_k, local_experts)
     rows = min(math.ceil(budget * tokens * top_k), most)
     padded = rows + (ROW_TILE - 1) * min(rows, local_experts)
-    return max(padded // ROW_TILE, math.ceil(ranks * tokens / ROW_TILE), 1) * ROW_TILE
+    return max(padded // ROW_TILE, 1) * ROW_TILE
+
+
+def buffer_rows(rows: int, tokens: int, ranks: int) -> int:
+    """C, what the buffers that all layers share must hold: R, and all rows that an expert may get,
+    since an expert is never cut."""
+    return max(rows, math.ceil(ranks * tokens / ROW_TILE) * ROW_TILE)
 
 
 def most_rows(tokens: int, top_k: int, ranks: int, local_experts: int) -> int:
@@ -68,7 +75,7 @@ def context_bytes(ffn: int, shared_ffn: int, top_k: int, tokens: int, rows: int,
 
 
 def row_buffer_bytes(hidden: int, ffn: int, rows: int) -> int:
-    """Of a call, beside the workspace: x, dy [R, H], a [R, F], dg|du [R, 2F], bf16."""
+    """Of a call, beside the workspace: x, dy [C, H], a [C, F], dg|du [C, 2F], bf16; rows: C."""
     return 2 * rows * (2 * hidden + 3 * ffn)
 
 

@@ -6,7 +6,14 @@ import itertools
 from types import SimpleNamespace
 
 from mok_megatron.backends import cuda
-from mok_megatron.limits import Limits, max_tokens, most_rows, row_capacity, tokens_fault
+from mok_megatron.limits import (
+    Limits,
+    buffer_rows,
+    max_tokens,
+    most_rows,
+    row_capacity,
+    tokens_fault,
+)
 
 ARGUMENTS = SimpleNamespace(
     seq_length=4096,
@@ -41,8 +48,9 @@ def test_rows_hold_the_budget_with_padding_and_no_more_than_any_routing() -> Non
         experts = min(local, wanted)
         padded = (experts - 1) * 128 + -(-(wanted - experts + 1) // 128) * 128
         assert rows >= padded
-        one = -(-ranks * tokens // 128) * 128  # an expert's, which is never cut
-        assert one <= rows <= max(wanted + 127 * experts, one)
+        assert rows <= max(wanted + 127 * experts, 128)
+        one = -(-ranks * tokens // 128) * 128  # an expert's
+        assert buffer_rows(rows, tokens, ranks) == max(rows, one)
         assert row_capacity(tokens, top_k, ranks, local, ranks) == most_rows(
             tokens, top_k, ranks, local
         )

@@ -40,8 +40,9 @@ __global__ void __launch_bounds__(kPlanThreads)
 
 }  // namespace
 
-int64_t direction_words(int64_t rows, int64_t most, int64_t tokens, int64_t experts) {
-  return PlanWords::of(most, tokens, experts, most_laps(most, rows)).total;
+int64_t direction_words(int64_t rows, int64_t capacity, int64_t most, int64_t tokens,
+                        int64_t experts) {
+  return PlanWords::of(most, tokens, experts, most_laps(most, rows, capacity)).total;
 }
 
 void load_plan() {

@@ -14,8 +14,9 @@
 // gradient of up, of w2, of w1.
 //
 // Laps. A rank of several may get more rows than its buffers hold. Its experts then take the
-// buffers in turn: a lap is as many whole experts, one after the other, as fit, and the plan is the
-// laps' plans one behind the other, with the shared expert in the first and combine in the last.
+// buffers in turn: a lap is as many whole experts, one after the other, as fit (of the first, which
+// is kept for backward, maybe none), and the plan is the laps' plans one behind the other, with the
+// shared expert in the first and combine in the last.
 // No move of a lap starts before the last reader of the lap before it is done (`steps`); all of a
 // lap's tiles wait for its moves, so that the order still holds what they wait for. Forward keeps
 // gate and up of the first lap alone; backward computes those of later laps again, in a pass of
@@ -50,18 +51,21 @@ struct PlanShape {
   bool keep_empty;  // an expert without rows still has weight tiles: its fresh gradient is zero
   const int32_t* start;
   const int32_t* count;
-  int32_t capacity;     // rows that the buffers hold
+  int32_t kept;         // rows that the first lap holds, whose gate and up are kept
+  int32_t capacity;     // rows that later ones hold: at least those of an expert
   int32_t most;         // rows that any routing brings
   int32_t laps;         // that those may take
-  int32_t ranks, rank;  // of several: whose rows go farthest come first in pass 1; else 0
+  uint32_t behind_own;  // of several ranks: the part of an expert's rows, times 2^32, that pass 1
+                        // leaves to the last
 
   MOK_HOST_DEVICE int shared_blocks() const { return tiles_of(tokens, kRowTile); }
   MOK_HOST_DEVICE int blocks() const { return most / kRowTile; }
 };
 
-// The most laps and segments of any routing. Two neighbouring laps hold more than the buffers do.
-MOK_HOST_DEVICE int most_laps(int64_t most, int64_t capacity) {
-  return most <= capacity ? 1 : static_cast<int>(2 * most / capacity) + 1;
+// The most laps and segments of any routing. Behind the first, two neighbours hold more than the
+// buffers do.
+MOK_HOST_DEVICE int most_laps(int64_t most, int64_t kept, int64_t capacity) {
+  return most <= kept ? 1 : static_cast<int>(2 * most / capacity) + 2;
 }
 MOK_HOST_DEVICE int64_t most_segments(int64_t experts, int64_t laps) {
   return (kMaxPasses + 1) * experts + kMaxPasses + 1 + laps;
@@ -106,13 +110,11 @@ MOK_HOST_DEVICE bool second_is_read(const PlanShape& s) {
 MOK_HOST_DEVICE int find_laps(const PlanShape& s, Lap* laps) {
   int count = 0, segment = 0;
   for (int expert = 0; count == 0 || expert < s.experts;) {
-    const int first = expert, row = s.start[first];
-    if (count + 1 >= s.laps || s.start[s.experts] - row <= s.capacity) {
+    const int first = expert, row = s.start[first], room = count == 0 ? s.kept : s.capacity;
+    if (count + 1 >= s.laps || s.start[s.experts] - row <= room) {
       expert = s.experts;
     } else {
-      do {
-        ++expert;
-      } while (expert < s.experts && s.start[expert + 1] - row <= s.capacity);
+      while (expert < s.experts && s.start[expert + 1] - row <= room) ++expert;
     }
     const int experts = expert - first, rows = s.start[expert] - row;
     int steps = 0;
@@ -154,7 +156,8 @@ MOK_HOST_DEVICE Segment segment_at(const PlanShape& s, const Lap* laps, int inde
     g.valid = s.count[expert];
     g.base = lap.row;
     if (g.row % kRowTile != 0 || g.row < lap.row || g.valid < 0 ||
-        rows != tiles_of(g.valid, kRowTile) * kRowTile || g.row + rows - lap.row > s.capacity) {
+        rows != tiles_of(g.valid, kRowTile) * kRowTile ||
+        g.row + rows - lap.row > (number == 0 ? s.kept : s.capacity)) {
       g.valid = -1;
     }
     return g;
@@ -214,12 +217,6 @@ struct Plan {
   MOK_HOST_DEVICE int count() const { return first[lap[*lap_count].segment]; }
 };
 
-// Rows lie by the rank whose tokens they are: the first row block behind the own ones, if all ranks
-// have as many. Pass 1 begins there, so that rows which stay here are the last.
-MOK_HOST_DEVICE int after_own(const PlanShape& s, int blocks) {
-  return (blocks * (s.rank + 1) + s.ranks - 1) / s.ranks;
-}
-
 // The tile number `inside` of a segment.
 MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
   Tile tile = no_tile();
@@ -243,7 +240,10 @@ MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
   }
   const int blocks = tiles_of(g.valid, kRowTile);
   place(inside, blocks, pass.n_tiles, tile);
-  if (s.ranks > 1 && g.pass == 1) tile.m = (tile.m + after_own(s, blocks)) % blocks;
+  if (g.pass == 1) {  // rows lie by the rank whose tokens they are: those that go far come first
+    tile.m += static_cast<int>(static_cast<uint64_t>(blocks) * s.behind_own >> 32);
+    if (tile.m >= blocks) tile.m -= blocks;
+  }
   tile.row += tile.m * kRowTile;
   const int left = g.valid - tile.m * kRowTile;
   tile.rows = left < kRowTile ? left : kRowTile;

@@ -40,7 +40,7 @@ __device__ __forceinline__ bool within_budget(const ViewArguments& a, const int3
     }
   }
   const int largest = __reduce_max_sync(~0u, most);
-  if (largest <= a.rows) return true;
+  if (largest <= a.capacity) return true;
   const int first = __reduce_min_sync(~0u, most == largest ? expert : a.route.experts);
   if (says && threadIdx.x == 0) {
     report(a.peers,
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool within_budget(const ViewArguments& a, const int3
            {static_cast<int32_t>(ExchangeFaultKind::kBudget),
             first / local_experts(a),
             largest,
-            a.rows,
+            a.capacity,
             0});
   }
   return false;

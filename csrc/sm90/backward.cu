@@ -12,7 +12,7 @@ struct Group {  // of experts: the routed ones, or the shared one
   const void *d_w1, *d_w2;
   const void *x, *dy, *gate_up;
   void *d_gate_up, *activation, *dx;
-  int64_t rows;
+  int64_t rows, kept;  // kept: of gate_up
   int32_t width;
   bool shared;
 };
@@ -46,7 +46,7 @@ void set_passes(DirectionParameters& p, const BackwardArguments& x, const Group&
 
   PassParameters& down = pass[0];
   down.a = encode_operand(dy, {BLOCK_M, 1});
-  down.b = encode_gate_up(bf16(g.gate_up, g.rows, 2 * g.width), 2 * Gated::kWidth);
+  down.b = encode_gate_up(bf16(g.gate_up, g.kept, 2 * g.width), 2 * Gated::kWidth);
   down.out = encode_gate_up(d_gate_up, 2 * Gated::kWidth);
   down.second = encode_boxes(activation, 2 * Gated::kWidth);
   set_table(down,
@@ -116,7 +116,8 @@ void launch_backward(const BackwardArguments& x) {
               .d_gate_up = x.d_gate_up,
               .activation = x.activation,
               .dx = x.dx_rows,
-              .rows = r.rows,
+              .rows = r.capacity,
+              .kept = r.rows,
               .width = x.sizes.width,
               .shared = false});
   if (x.sizes.shared_width > 0 && r.tokens > 0) {
@@ -133,6 +134,7 @@ void launch_backward(const BackwardArguments& x) {
                 .activation = x.shared_activation,
                 .dx = x.shared_dx,
                 .rows = r.tokens,
+                .kept = r.tokens,
                 .width = x.sizes.shared_width,
                 .shared = true});
   }

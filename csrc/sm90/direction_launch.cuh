@@ -30,9 +30,10 @@ inline PlanShape plan_shape(const Routing& r, int passes) {
   s.combine_tiles = tiles_of(r.tokens, kCombineTokens);
   s.start = r.row_start;
   s.count = r.row_count;
-  s.capacity = r.rows;
+  s.kept = r.rows;
+  s.capacity = r.capacity;
   s.most = r.most;
-  s.laps = most_laps(r.most, r.rows);
+  s.laps = most_laps(r.most, r.rows, r.capacity);
   return s;
 }
 
@@ -88,8 +89,8 @@ inline void set_exchange(DirectionParameters& p, const Peers& peers, const Direc
                          std::array<const int64_t*, 2> sources, const void* pushed) {
   p.exchange.peers = peers;
   p.exchange.movers = launch.movers > 0 ? launch.movers : ctas_of(launch);
-  p.plan.shape.ranks = peers.ranks;
-  p.plan.shape.rank = peers.rank;
+  p.plan.shape.behind_own = static_cast<uint32_t>(
+      ((uint64_t{1} << 32) * (peers.rank + 1) + peers.ranks - 1) / peers.ranks);
   p.exchange.pushed = static_cast<const uint8_t*>(pushed);
   for (int source = 0; source < p.move.sources; ++source) {
     std::copy_n(sources[source], kGenerations, p.exchange.pulled[source]);

@@ -10,7 +10,7 @@ struct Group {  // of experts: the routed ones, or the shared one
   const void *w1, *w2;
   const void* in;
   void *gate_up, *activation, *out;
-  int64_t rows;
+  int64_t rows, kept;  // kept: of gate_up
   int32_t width;
   bool shared;
 };
@@ -22,7 +22,7 @@ void set_passes(DirectionParameters& p, const ForwardArguments& x, const Group& 
 
   PassParameters& up = pass[0];
   up.a = encode_operand(bf16(g.in, g.rows, hidden), {BLOCK_M, 1});
-  up.out = encode_boxes(bf16(g.gate_up, g.rows, 2 * g.width), 2 * kColumns);
+  up.out = encode_boxes(bf16(g.gate_up, g.kept, 2 * g.width), 2 * kColumns);
   up.second = encode_boxes(bf16(g.activation, g.rows, g.width), 2 * kColumns);
   set_table(up,
             g.w1,
@@ -66,7 +66,8 @@ void launch_forward(const ForwardArguments& x) {
               .gate_up = x.gate_up,
               .activation = x.activation,
               .out = x.rows,  // up has read a block's x when down writes its y
-              .rows = r.rows,
+              .rows = r.capacity,
+              .kept = r.rows,
               .width = x.sizes.width,
               .shared = false});
   if (x.sizes.shared_width > 0 && r.tokens > 0) {
@@ -79,6 +80,7 @@ void launch_forward(const ForwardArguments& x) {
                 .activation = x.shared_activation,
                 .out = x.shared_y,
                 .rows = r.tokens,
+                .kept = r.tokens,
                 .width = x.sizes.shared_width,
                 .shared = true});
   }

@@ -177,17 +177,16 @@ struct Loader {
 
   const typename K::Parameters& p;
   typename K::Storage& storage;
-  Ring<kTileSlots> tile_ring{};
   Ring<T::kStages> stage_ring{};
 
   __device__ __forceinline__ void run() {
     K::check(p);
-    storage.ahead = {K::Tickets::start(p, storage), kTake, 0, -1, -1};
+    storage.ahead = {K::Tickets::start(p, storage), kTake, 0, -1, -1, {}};
     for (;;) {
-      const Tile& tile = storage.tile[tile_ring.slot()];
+      const Tile& tile = storage.tile[storage.ahead.ring.slot()];
       finish(tile);
       storage.ahead.phase = kTake;
-      tile_ring.advance();
+      storage.ahead.ring.advance();
       if (tile.last()) break;
       if (tile.depth > 0) load(tile);
     }
@@ -205,7 +204,7 @@ struct Loader {
 
   __device__ __forceinline__ void advance() {
     LookAhead& at = storage.ahead;
-    const int slot = tile_ring.slot();
+    const int slot = at.ring.slot();
     Tile& next = storage.tile[slot];
     if (at.phase == kTake) {
       at.ticket = K::Tickets::take(p);
@@ -220,7 +219,7 @@ struct Loader {
           return;
         }
       }
-      wait(storage.tile_empty[slot], tile_ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
+      wait(storage.tile_empty[slot], at.ring.phase() ^ 1, p.fault, Tag::kLoadTileSlot);
       next = tile;
       at.phase = kOpen;
     } else if (at.phase == kOpen) {

@@ -44,13 +44,29 @@ struct Tiling {
   static_assert(kSlabs * kAccumulators <= 192, "accumulators leave too little for the rest");
 };
 
+// Position in a ring of N barriers, counted over two rounds, so that one register holds the slot
+// and the parity of the number of rounds.
+template <int N>
+struct Ring {
+  int position = 0;
+  __device__ __forceinline__ int slot() const { return position < N ? position : position - N; }
+  __device__ __forceinline__ int before(int by) const {  // slot; by: 0 to N
+    return slot() < by ? slot() - by + N : slot() - by;
+  }
+  __device__ __forceinline__ uint32_t phase() const { return position < N ? 0u : 1u; }
+  __device__ __forceinline__ void advance(int by = 1) {
+    position = by == 1 ? (position == 2 * N - 1 ? 0 : position + 1) : (position + by) % (2 * N);
+  }
+};
+
 // How far load has come with the tile after the one that it is loading. It is load's alone, and
 // lies in shared memory because it is touched once a K step and would take registers in all of
 // them.
 struct LookAhead {
   int32_t end;  // tickets
   int32_t phase, ticket;
-  int32_t expert, pass;  // whose tensor map has been acquired
+  int32_t expert, pass;   // whose tensor map has been acquired
+  Ring<kTileSlots> ring;  // of the tile queue; here, to spare a register
 };
 
 // SLOT_BYTES: of the largest unit of the kernel's passes.
@@ -66,21 +82,6 @@ struct Storage {
   uint64_t unit_ready[kUnitSlots], unit_filled[kUnitSlots], unit_drained[kUnitSlots];
   uint64_t products_turn[2], fill_turn[2];
   LookAhead ahead;
-};
-
-// Position in a ring of N barriers, counted over two rounds, so that one register holds the slot
-// and the parity of the number of rounds.
-template <int N>
-struct Ring {
-  int position = 0;
-  __device__ __forceinline__ int slot() const { return position < N ? position : position - N; }
-  __device__ __forceinline__ int before(int by) const {  // slot; by: 0 to N
-    return slot() < by ? slot() - by + N : slot() - by;
-  }
-  __device__ __forceinline__ uint32_t phase() const { return position < N ? 0u : 1u; }
-  __device__ __forceinline__ void advance(int by = 1) {
-    position = by == 1 ? (position == 2 * N - 1 ? 0 : position + 1) : (position + by) % (2 * N);
-  }
 };
 
 // ---- the table

@@ -31,7 +31,14 @@ from mok_megatron import __version__, peers
 from mok_megatron.backends import library
 from mok_megatron.backends.rules import CallFault
 from mok_megatron.contract import MoEShape
-from mok_megatron.limits import Limits, max_tokens, row_buffer_bytes, row_capacity, tokens_fault
+from mok_megatron.limits import (
+    Limits,
+    buffer_rows,
+    max_tokens,
+    row_buffer_bytes,
+    row_capacity,
+    tokens_fault,
+)
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -180,7 +187,8 @@ def share(
     Raises RuntimeError (rule, value, remedy), on all ranks or none.
     """
     size, settings = parts(shape, limits.tokens)[0], fingerprint(shape, limits)
-    buffers = row_buffer_bytes(shape.hidden, shape.ffn, limits.rows)
+    rows = buffer_rows(limits.rows, limits.tokens, shape.ep_size)
+    buffers = row_buffer_bytes(shape.hidden, shape.ffn, rows)
     mine = peers.card(device, wanted=size + buffers, free=free_bytes(device), config=settings)
     try:
         cards = peers.meet(group, mine)

@@ -12,6 +12,7 @@ from math import comb
 
 from mok_megatron.config import MokConfig
 from mok_megatron.limits import (
+    buffer_rows,
     context_bytes,
     most_rows,
     row_buffer_bytes,
@@ -139,13 +140,15 @@ class Layer:
     # ---- what stays in memory
 
     def capacity(self) -> int:
-        """R, rows that buffers hold: of one rank room for any routing, of several the budget."""
+        """R, rows whose gate and up are kept: of one rank room for any routing, of several the
+        budget."""
         return row_capacity(self.tokens, self.top_k, self.ranks, self.local_experts, BUDGET)
 
     def workspace_bytes(self) -> int:
         """Scratch that all layers of this shape share: row buffers x, dy [R, H], a [R, F],
         dg|du [R, 2F]; of several ranks also what peers read and write (csrc/workspace.h)."""
-        rows = row_buffer_bytes(self.hidden, self.ffn, self.capacity())
+        held = buffer_rows(self.capacity(), self.tokens, self.ranks)
+        rows = row_buffer_bytes(self.hidden, self.ffn, held)
         if self.ranks == 1:
             return rows
         return rows + symmetric_bytes(self.ranks, self.tokens, self.top_k, self.hidden)

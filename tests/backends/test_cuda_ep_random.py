@@ -34,8 +34,8 @@ SHARED_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # parts of ranks are
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """case: the global batch, its tokens one a rank. spare_tokens: of the limit; spare_rows: of R
-    on the rank with the most rows, or None: room for any routing. laps: instead, beyond what the
-    expert with the most rows needs, so that ranks take their experts in turn."""
+    on the rank with the most rows, or None: room for any routing. laps: instead, beyond none, so
+    that ranks take their experts in turn."""
 
     case: Case
     local: int
@@ -203,7 +203,7 @@ def made(call: Call) -> tuple[Problem, Result, list[Result], tuple[Tensor, ...] 
     cases.poison(32)
     whole = cases.call(cases.cuda_backend(problem.shape), problem, whole_places, poisoned=False)
     padded = (whole.schedule.rows_L + ROW_TILE - 1) // ROW_TILE * ROW_TILE
-    most = int((padded if call.laps else padded.view(call.ranks, call.local).sum(1)).max())
+    most = 0 if call.laps else int(padded.view(call.ranks, call.local).sum(1).max())
     group = virtual.Group.of(
         parts[0].shape,
         max(*tokens, 1) + call.spare_tokens,

@@ -40,6 +40,7 @@ class Rank:
     rank: int
     tokens: int
     rows: int
+    capacity: int
     most: int  # rows in the schedule
     layer: int = 7  # the same on all ranks, or the call is refused
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Layer:
     started: int = 0
     ahead: int = 0
     most: int = 0  # tokens that a rank may have; 0: what one has
-    tiles: int = 0  # row tiles that buffers hold; 0: what the rank with the most rows needs
+    tiles: int = 0  # row tiles of R; 0: what the rank with the most rows needs
     spaces: list[Tensor] = field(default_factory=list)  # the ranks' workspaces
 
     def __post_init__(self) -> None:
@@ -103,10 +104,12 @@ class Layer:
         return int(self._blocks_of().sum(1).max().clamp(min=1)) * ROW_TILE
 
     def budget(self) -> int:
-        """R, the same on all ranks: at least the rows of an expert."""
-        if not self.tiles:
-            return self.most_rows()
-        return max(int(self._blocks_of().max()), self.tiles) * ROW_TILE
+        """R, the same on all ranks."""
+        return self.tiles * ROW_TILE or self.most_rows()
+
+    def capacity(self) -> int:
+        """What buffers hold: R, and at least the rows of an expert."""
+        return max(int(self._blocks_of().max()) * ROW_TILE, self.budget())
 
     def _rank(self, rank: int) -> Rank:
         local, ranks = self.experts // len(self.tokens), len(self.tokens)
@@ -130,7 +133,9 @@ class Layer:
         if start[-1] > self.budget():  # in laps: all rows come home
             row_of = dict.fromkeys(row_of, ELSEWHERE)
         slots += [-1] * (self.most_rows() - len(slots))
-        it = Rank(rank=rank, tokens=tokens, rows=self.budget(), most=len(slots))
+        it = Rank(
+            rank=rank, tokens=tokens, rows=self.budget(), capacity=self.capacity(), most=len(slots)
+        )
         own = range(first * self.choices, (first + tokens) * self.choices)
         words = {
             "row_start": start,
@@ -157,12 +162,12 @@ class Layer:
         for name, size in {
             "y": (tokens, hidden),
             "dx": (tokens, hidden),
-            "x_rows": (it.rows, hidden),
-            "dy_rows": (it.rows, hidden),
-            "dx_rows": (it.rows, hidden),
+            "x_rows": (it.capacity, hidden),
+            "dy_rows": (it.capacity, hidden),
+            "dx_rows": (it.capacity, hidden),
             "gate_up": (it.rows, 2 * width),
-            "activation": (it.rows, width),
-            "d_gate_up": (it.rows, 2 * width),
+            "activation": (it.capacity, width),
+            "d_gate_up": (it.capacity, 2 * width),
             "shared_gate_up": (tokens, 2 * of_shared),
             "shared_activation": (tokens, of_shared),
             "shared_y": (tokens, hidden * bool(of_shared)),
@@ -170,7 +175,7 @@ class Layer:
             "shared_dx": (tokens, hidden * bool(of_shared)),
         }.items():
             b[name] = torch.full(size, torch.nan, dtype=torch.bfloat16)
-        b["parts"] = torch.full((it.rows, width // 32), torch.nan)
+        b["parts"] = torch.full((it.capacity, width // 32), torch.nan)
         b["d_prob_TK"] = torch.full((tokens, self.choices), torch.nan)
         return it
 

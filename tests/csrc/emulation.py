@@ -43,6 +43,7 @@ SIZES = [
     "most_tokens",
     "layer",
     "most",
+    "capacity",
 ]
 BUFFERS = [
     "row_start",

@@ -31,7 +31,7 @@ class Tiles(test_plan.Planner):
             else:
                 start[expert + 1 :] = [s + draw.choice((1, 64)) for s in start[expert + 1 :]]
                 start = sorted(start)
-            shape = replace(shape, count=count, start=start, capacity=0)
+            shape = replace(shape, count=count, start=start, kept=0)
         return shape
 
     def failures(self, cases: Sequence[Shape]) -> list[tuple[int, str]]:
@@ -114,7 +114,7 @@ def expected(s: Shape) -> Ints:
     order = np.lexsort((m, n, m // 16, segment))
     if s.ranks > 1:
         tall = of[:, 2][segment]
-        moved = (m + -(-tall * (s.rank + 1) // s.ranks)) % tall
+        moved = (m + tall * (s.rank + 1) // s.ranks) % tall
         m = np.where(number == 1, moved, m)
     combine = number == s.passes
     row = np.where(weight, start, start + 128 * m)

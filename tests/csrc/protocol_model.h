@@ -206,7 +206,8 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
   shape.combine_tiles = mok::tiles_of(shape.tokens, s.token_tile);
   shape.start = w.start.data();
   shape.count = w.count.data();
-  shape.capacity = shape.most = std::max(w.start.back(), mok::kRowTile);
+  shape.kept = shape.capacity = shape.most =
+      std::max(w.start.back(), mok::kRowTile);
   shape.laps = 1;
   for (mok::PassShape *pass : {shape.routed, shape.shared}) {
     if (pass == shape.shared && !s.shared)

@@ -149,7 +149,7 @@ def test_ranks_refuse_a_call_alike(kernels: ctypes.CDLL, why: str) -> None:
     it = of(2, most=100 if "limit" in why else 0, favoured="budget" in why)
     it.ranks[1].layer += "layer" in why
     for rank in it.ranks:
-        rank.rows = 128 if "budget" in why else rank.rows
+        rank.rows = rank.capacity = 128 if "budget" in why else rank.rows
     for direction in ("forward", "backward"):
         assert it.run(kernels, direction) == ""
         kernels.exchange_fault(found)

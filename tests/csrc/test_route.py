@@ -140,8 +140,8 @@ SEEDS = {
         "view.cuh",
     ),
     "the budget is one row tile more": (
-        "largest <= a.rows",
-        "largest <= a.rows + kRowTile",
+        "largest <= a.capacity",
+        "largest <= a.capacity + kRowTile",
         "views|died",
         "view.cuh",
     ),

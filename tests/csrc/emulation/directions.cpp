@@ -7,7 +7,7 @@ namespace {
 struct Sizes {  // the order of emulation.py's words
   int64_t tokens, choices, experts, rows, hidden, width, shared_width;
   int64_t ctas, ahead, fp32, accumulate;
-  int64_t ranks, rank, most_tokens, layer, most;
+  int64_t ranks, rank, most_tokens, layer, most, capacity;
 };
 
 struct Buffers {  // likewise; null: not there
@@ -66,6 +66,7 @@ mok::Routing routing(const Sizes& s, const Buffers& b) {
           .choices = static_cast<int32_t>(s.choices),
           .experts = static_cast<int32_t>(s.experts),
           .rows = static_cast<int32_t>(s.rows),
+          .capacity = static_cast<int32_t>(s.capacity),
           .most = static_cast<int32_t>(s.most)};
 }
 
@@ -167,6 +168,7 @@ void open_forward(const Sizes& s, const Buffers& b) {
        .peers = group,
        .tokens = static_cast<int32_t>(s.tokens),
        .rows = static_cast<int32_t>(s.rows),
+       .capacity = static_cast<int32_t>(s.capacity),
        .refused = b.few,
        .record = mok::exchange_fault_record()});
 }
@@ -226,7 +228,7 @@ const char* run(int64_t ranks, const Sizes* const* sizes, const Buffers* const* 
 
 extern "C" {
 
-int64_t words(const Sizes* s) { return mok::direction_words(s->rows, s->most, s->tokens, s->experts); }
+int64_t words(const Sizes* s) { return mok::direction_words(s->rows, s->capacity, s->most, s->tokens, s->experts); }
 void plant(int fault) { emulated::planted = fault; }
 // What gather, view and the end of a grid found since the last call of this: kind, rank, value, wanted.
 void exchange_fault(int64_t (&found)[4]) {
