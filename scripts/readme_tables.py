@@ -32,6 +32,11 @@ from mok_megatron.config import ARGUMENT_RULES, RULES  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "scripts" / "results"
+PICTURES = {
+    "layer.png": "TFLOP/s of one MoE layer: mok, its peers and the bound",
+    "layer_time.png": "Where the time of a direction goes: passes at their bound, and the rest",
+    "growth.png": "Time of one MoE layer against tokens, and against experts",
+}
 # Rows of the refusals: what they have in common, and the first rule of each.
 KINDS = {
     "shapes": "moe_router_topk",
@@ -134,6 +139,12 @@ def results() -> str:
     said = layers(measured())
     said += [""] * bool(said)
     said += trainings(last(read_lines(RESULTS / "throughput.jsonl"), "name"))
+    said += [""]
+    said += [
+        f"![{words}]({(RESULTS / name).relative_to(ROOT)})"
+        for name, words in PICTURES.items()
+        if (RESULTS / name).is_file()
+    ]
     return "\n".join(said).strip()
 
 
@@ -213,6 +224,7 @@ def main(tokens: list[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(tokens).check
+    drawn = [] if check else draw()
     old = README.read_text(encoding="utf-8")
     try:
         new = replaced(old)
@@ -223,13 +235,19 @@ def main(tokens: list[str]) -> int:
         print("README.md's tables are current" if new == old else "README.md's tables are old")
         return int(new != old)
     README.write_text(new, encoding="utf-8")
-    lines, curves = measured(), growth()
-    said = ["README.md is current"]
-    said.append(plot(RESULTS / "layer.png", lines, []) or "layer.png" if lines else "no layer")
-    said.append(waterfall(RESULTS / "layer_time.png", lines) or "layer_time.png")
-    said.append(plot(RESULTS / "growth.png", [], curves) or "growth.png" if curves else "no sweep")
-    print("\n".join(said))
+    print("\n".join(["README.md is current", *drawn]))
     return 0
+
+
+def draw() -> list[str]:
+    """The pictures; a line for each, its name or why there is none."""
+    lines, curves = measured(), growth()
+    bars, times, growing = (RESULTS / name for name in PICTURES)
+    return [
+        plot(bars, lines, []) or bars.name if lines else "no layer was measured",
+        waterfall(times, lines) or times.name,
+        plot(growing, [], curves) or growing.name if curves else "no sweep was measured",
+    ]
 
 
 if __name__ == "__main__":
