@@ -224,6 +224,8 @@ def main(tokens: list[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(tokens).check
+    if sys.stderr.isatty():
+        print("mok: drawing, and importing Megatron (seconds) ...", file=sys.stderr)
     drawn = [] if check else draw()
     old = README.read_text(encoding="utf-8")
     try:
