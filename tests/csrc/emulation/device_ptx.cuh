@@ -15,6 +15,9 @@ namespace mok {
 }
 
 inline uint64_t global_nanoseconds() { return 0; }
+struct Stopwatch {  // of a wait that gives way
+  bool passes(int64_t) const { return emulated::expired(); }
+};
 inline int lane_index() { return emulated::lane(); }
 
 inline uint32_t shared_address(const void* pointer) {
