@@ -202,7 +202,7 @@ def measure_layers(options: argparse.Namespace) -> int:
                     shape=shape, load=load, which=which, arms=plan.arms, options=options
                 )
                 line = None
-                with tqdm(total=1, desc=f"{name} {load} {which}", leave=False) as bar:
+                with tqdm(total=1, desc=f"{name} {load} {which}", leave=False, disable=None) as bar:
                     try:
                         line = measurement.run(bar, rounds, milliseconds)
                     except RuntimeError as error:  # out of memory, a fault on the device

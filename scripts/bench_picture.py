@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bench_report import BOUND, TABLES, Sweep, bound_ms, sweeps
+from bench_report import BOUND, TABLES, Sweep, Trend, bound_ms, sweeps
 
 BOUND_LABEL = "bound (cuBLAS or bytes, pass by pass)"
 PASSES_OF = {
@@ -14,12 +14,14 @@ PASSES_OF = {
     "backward": ("down_gradient", "up_gradient", "w1_gradient", "w2_gradient"),
 }
 PASSES = tuple(name for names in PASSES_OF.values() for name in names)
+GRADIENTS = {"fresh": "fresh bf16 gradients", "main_grad": "fp32 main_grad"}
 WORDS = {"tokens": "tokens T", "experts": "experts E on the rank"}
 
 
-def plot(path: Path, lines: list[dict[str, Any]]) -> str | None:
-    """A PNG of a run's measurements: rates beside the bound's, and times over T where T varies.
+def plot(path: Path, lines: list[dict[str, Any]], curves: list[Sweep] | None = None) -> str | None:
+    """A PNG of measurements: rates beside the bound's, and times over T or E where these vary.
 
+    curves: the sweeps to draw, those among the lines if not given.
     Returns a line that says why not, if matplotlib is missing.
     """
     try:
@@ -27,12 +29,16 @@ def plot(path: Path, lines: list[dict[str, Any]]) -> str | None:
         import matplotlib.pyplot as plt
     except ImportError:
         return "mok: the picture needs matplotlib, got none; pip install matplotlib"
-    curves = sweeps(lines)
+    curves = sweeps(lines) if curves is None else curves
     swept = {id(line) for sweep in curves for line in sweep.lines}
     single = [line for line in lines if id(line) not in swept]
-    panels = [t for t in TABLES if any(line["table"] == t for line in single)]
+    panels = [
+        (table, part)
+        for table in TABLES
+        for part in _rows([line for line in single if line["table"] == table])
+    ]
     count = len(panels) + len(curves)
-    widest = max([sum(line["table"] == t for line in single) for t in panels] or [1])
+    widest = max([len(part) for _, part in panels] or [1])
     figure, axes = plt.subplots(
         count,
         1,
@@ -40,16 +46,18 @@ def plot(path: Path, lines: list[dict[str, Any]]) -> str | None:
         layout="constrained",
         squeeze=False,
     )
-    colors = _colors(lines)
-    for axis, which in zip(axes[:, 0], panels, strict=False):
-        _bars(axis, [line for line in single if line["table"] == which], colors)
+    every = [*lines, *(line for sweep in curves for line in sweep.lines)]
+    colors = _colors(every)
+    for axis, (which, part) in zip(axes[:, 0], panels, strict=False):
+        _bars(axis, part, colors)
         axis.set_title(f"One MoE layer, {TABLES[which]}; whiskers: all rounds", loc="left")
     for axis, sweep in zip(axes[len(panels) :, 0], curves, strict=True):
         _curves(axis, sweep, colors)
         axis.set_title(
-            f"{sweep.name}, {sweep.load} load, forward + backward, {TABLES[sweep.table]}"
+            f"{sweep.name}, {sweep.load} load, forward + backward, {TABLES[sweep.table]}",
+            loc="left",
         )
-    _about(figure, lines[0])
+    _about(figure, every[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -83,7 +91,8 @@ def waterfall(path: Path, lines: list[dict[str, Any]]) -> str | None:
                 shared = name != plain
                 axis.barh(
                     place, 100 * ms / whole, left=100 * left / whole, color=colors[plain],
-                    hatch="//" if shared else None, edgecolor="white", label=name,
+                    hatch="//" if shared else None, edgecolor="white",
+                    label=name.replace("_gradient", ", gradient"),
                 )  # fmt: skip
                 left += ms
         above = max(whole - left, 0.0)
@@ -92,21 +101,22 @@ def waterfall(path: Path, lines: list[dict[str, Any]]) -> str | None:
         axis.text(
             100 * max(left, whole) / whole + 1,
             place,
-            f"{whole:.2f} ms, bound {left:.2f}",
+            f"{whole:.2f} ms, bound {left:.2f} ms",
             va="center",
             fontsize=8,
         )
     axis.set_yticks(
         range(len(bars)),
-        [f"{_told(line).replace(chr(10), ', ')}\n{way}, {TABLES[line['table']][:3]}"
+        [f"{_told(line).replace(chr(10), ', ')}\n{way}, {GRADIENTS[line['table']]}"
          for line, way in bars], fontsize=8,
     )  # fmt: skip
     axis.invert_yaxis()
-    axis.margins(x=0.3)
+    axis.set_xlim(0, 1.4 * max(patch.get_x() + patch.get_width() for patch in axis.patches))
     axis.set(xlabel=f"% of the time of {lines[0]['first']}'s direction")
     axis.set_title(
-        "Where a direction's time goes: each pass at its bound (cuBLAS or bytes), and the rest:\n"
-        "routing, rows moved and combined, waits, and what a pass needs above its bound",
+        "Where a direction's time goes: each pass at its bound\n(cuBLAS or bytes), and the rest: "
+        "routing, rows moved and\ncombined, waits, and what a pass needs above its bound",
+        loc="left",
         fontsize=10,
     )  # fmt: skip
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -122,6 +132,13 @@ def waterfall(path: Path, lines: list[dict[str, Any]]) -> str | None:
 def _about(figure: Any, line: dict[str, Any]) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in line["versions"].items())
     figure.supxlabel(f"{line['device']}; {versions}; commit {line['commit'][:12]}", fontsize=8)
+
+
+def _rows(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """In rows of one length, of five at most."""
+    rows = -(-len(lines) // 5)
+    size = -(-len(lines) // max(rows, 1))
+    return [lines[row * size : (row + 1) * size] for row in range(rows)]
 
 
 def _colors(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -175,7 +192,7 @@ def _told(line: dict[str, Any]) -> str:
     shape = line["shape"]
     experts = f"{shape['experts']} experts{' + shared' * bool(shape['shared_ffn'])}"
     model = line["name"].partition("/")[0]
-    return f"{model}\n{experts}, {line['load']} load\n{shape['tokens']} tokens"
+    return f"{model}\n{experts}\n{line['load']} load, {shape['tokens']} tokens"
 
 
 def _curves(axis: Any, sweep: Sweep, colors: dict[str, str]) -> None:
@@ -190,9 +207,14 @@ def _curves(axis: Any, sweep: Sweep, colors: dict[str, str]) -> None:
             axis.plot(list(map(sweep.place, measured)), times, "o-", color=color, label=label)
     places = list(map(sweep.place, sweep.lines))
     axis.plot(places, list(map(bound_ms, sweep.lines)), "k--", label=BOUND_LABEL)
+    first = next(iter(colors))
+    trend = Trend.of(sweep, first)
+    if trend is not None:
+        times = [trend.ms(bound_ms(line)) for line in sweep.lines]
+        axis.plot(places, times, ":", color="gray", label=f"trend of {first}: {trend}")
     axis.set(xscale="log", yscale="log", xlabel=WORDS[sweep.axis], ylabel="ms (lower is better)")
     axis.set_xticks(places, list(map(str, places)), minor=False)
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
     axis.minorticks_off()
     axis.grid(alpha=0.3)

@@ -138,31 +138,13 @@ def table(line: dict[str, Any]) -> str:
 
 
 def trends(lines: list[dict[str, Any]]) -> list[str]:
-    """P10 in words: how far each arm's time in a sweep is above a line through bound and fixed
-    cost. Fitted to relative errors."""
-    import numpy as np
-
-    said = []
-    for sweep in sweeps(lines):
-        for arm in sweep.lines[0]["arms"]:
-            points = [
-                (sweep.place(line), bound_ms(line), line["arms"][arm]["both_ms"])
-                for line in sweep.lines
-                if arm in line["arms"]
-            ]
-            if len(points) < 3:
-                continue
-            places, bound, time = np.array(points).T
-            design = np.stack([bound / time, 1 / time], axis=1)
-            (slope, fixed), *_ = np.linalg.lstsq(design, np.ones_like(time), rcond=None)
-            excess = time / (slope * bound + fixed) - 1
-            worst = int(excess.argmax())
-            said.append(
-                f"{sweep.name}, {sweep.load}, {TABLES[sweep.table][:3]} {arm}: {slope:.2f} x bound "
-                f"+ {fixed:.3f} ms; at most {100 * excess[worst]:.0f} % above it, at "
-                f"{LETTERS[sweep.axis]} {places[worst]:.0f}"
-            )
-    return said
+    """P10 in words: how far each arm's time in a sweep is above its trend."""
+    return [
+        f"{sweep.name}, {sweep.load}, {TABLES[sweep.table][:3]} {arm}: {trend}"
+        for sweep in sweeps(lines)
+        for arm in sweep.lines[0]["arms"]
+        if (trend := Trend.of(sweep, arm)) is not None
+    ]
 
 
 def loads_against_balanced(lines: list[dict[str, Any]]) -> list[str]:
@@ -227,3 +209,49 @@ def sweeps(lines: list[dict[str, Any]]) -> list[Sweep]:
             if len(group) >= 3
         ]
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trend:
+    """slope x bound + fixed, ms: a line through an arm's times in a sweep, fitted to relative
+    errors. `excess`: the most that a time is above it, as a part of it, at `worst` of the axis."""
+
+    axis: str
+    slope: float
+    fixed: float
+    excess: float
+    worst: int
+
+    @staticmethod
+    def of(sweep: Sweep, arm: str) -> Trend | None:
+        """None with fewer than three times."""
+        import numpy as np
+
+        points = [
+            (sweep.place(line), bound_ms(line), line["arms"][arm]["both_ms"])
+            for line in sweep.lines
+            if arm in line["arms"]
+        ]
+        if len(points) < 3:
+            return None
+        places, bound, time = np.array(points).T
+        design = np.stack([bound / time, 1 / time], axis=1)
+        (slope, fixed), *_ = np.linalg.lstsq(design, np.ones_like(time), rcond=None)
+        excess = time / (slope * bound + fixed) - 1
+        worst = int(excess.argmax())
+        return Trend(
+            axis=sweep.axis,
+            slope=float(slope),
+            fixed=float(fixed),
+            excess=float(excess[worst]),
+            worst=int(places[worst]),
+        )
+
+    def ms(self, bound: float) -> float:
+        return self.slope * bound + self.fixed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.slope:.2f} x bound {'-' if self.fixed < 0 else '+'} {abs(self.fixed):.3f} ms; "
+            f"at most {100 * self.excess:.0f} % above it, at {LETTERS[self.axis]} {self.worst}"
+        )

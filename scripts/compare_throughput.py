@@ -252,6 +252,7 @@ def plot(path: Path, line: dict[str, Any], runs: dict[str, Path]) -> str | None:
     names = list(found)
     bars = rates.bar(names, [run["tokens_per_s_per_rank"] for run in found.values()])
     rates.bar_label(bars, fmt="{:,.0f}")
+    rates.margins(y=0.1)
     rates.set(ylabel="tokens/s/rank", title="Rate (higher is better)")
     below = [0.0] * len(names)
     for part, label in (

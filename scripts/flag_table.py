@@ -243,6 +243,8 @@ def main(tokens: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Megatron flags under mok, and their tests.")
     parser.add_argument("--json", action="store_true", help="JSON lines in place of Markdown")
     as_json = parser.parse_args(tokens).json
+    if sys.stderr.isatty():
+        print("mok: importing Megatron (seconds) ...", file=sys.stderr)
     table = rows()
     if as_json:
         print("\n".join(json.dumps(asdict(row)) for row in table))

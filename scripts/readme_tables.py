@@ -1,18 +1,20 @@
 """Write README.md's tables: what was measured, and which flags work.
 
-    python scripts/readme_tables.py            rewrite them, and scripts/results/layer.png
+    python scripts/readme_tables.py            rewrite them, and the pictures in scripts/results
     python scripts/readme_tables.py --check    say whether they are current, and change nothing
 
-Measured: the last line of scripts/results/layer.jsonl for each layer and table, and of
-throughput.jsonl for each configuration. Flags: scripts/flag_table.py, in short. Each table stands
-between two comments that name it. Exit codes: 0 current, 1 not (with --check), 2 a comment is
-missing.
+Measured: the last line of scripts/results/layer.jsonl for each preset of bench.py, with its own
+sizes under the random load, and each table, and of throughput.jsonl for each configuration.
+Pictures: layer.png, the same as bars; layer_time.png, where its time goes; growth.png, the newest
+sweeps over T and over E in growth.jsonl, each of one commit. Flags: scripts/flag_table.py, in
+short. Each table stands between two comments that name it. Exit codes: 0 current, 1 not (with
+--check), 2 a comment is missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -21,12 +23,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from bench_picture import plot  # noqa: E402
+from bench_picture import plot, waterfall  # noqa: E402
+from bench_problem import PRESETS  # noqa: E402
+from bench_report import Sweep, sweeps  # noqa: E402
+from train_log import read_lines  # noqa: E402
 
 from mok_megatron.config import ARGUMENT_RULES, RULES  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "scripts" / "results"
+PICTURES = {
+    "layer.png": "TFLOP/s of one MoE layer: mok, its peers and the bound",
+    "layer_time.png": "Where its time goes: passes at their bound, and the rest",
+    "growth.png": "how it grows with tokens and with experts",
+}
 # Rows of the refusals: what they have in common, and the first rule of each.
 KINDS = {
     "shapes": "moe_router_topk",
@@ -41,14 +51,31 @@ KINDS = {
 }
 
 
-def read(path: Path, *key: str) -> list[dict[str, Any]]:
+def last(lines: list[dict[str, Any]], *key: str) -> list[dict[str, Any]]:
     """The last line of each key, in the order of their first."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            found[tuple(line[part] for part in key)] = line
-    return list(found.values())
+    return list({tuple(line[part] for part in key): line for line in lines}.values())
+
+
+def measured() -> list[dict[str, Any]]:
+    """The lines of layer.jsonl that the table shows."""
+    lines = read_lines(RESULTS / "layer.jsonl")
+    shown = [
+        line
+        for line in lines
+        if line["load"] == "random"
+        and (preset := PRESETS.get(line["name"])) is not None
+        and dataclasses.asdict(preset) == line["shape"]
+    ]
+    return last(shown, "name", "table")
+
+
+def growth() -> list[Sweep]:
+    """The newest sweep of each kind, its lines all of one commit."""
+    by_commit: dict[str, list[dict[str, Any]]] = {}
+    for line in read_lines(RESULTS / "growth.jsonl"):
+        by_commit.setdefault(line["commit"], []).append(line)
+    every = [sweep for lines in by_commit.values() for sweep in sweeps(lines)]
+    return list({(s.axis, s.name, s.load, s.table): s for s in every}.values())
 
 
 def layers(lines: list[dict[str, Any]]) -> list[str]:
@@ -109,10 +136,15 @@ def trainings(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def results() -> str:
-    lines = read(RESULTS / "layer.jsonl", "name", "load", "table", "asked_tokens")
-    said = layers(lines)
+    said = layers(measured())
     said += [""] * bool(said)
-    said += trainings(read(RESULTS / "throughput.jsonl", "name"))
+    said += trainings(last(read_lines(RESULTS / "throughput.jsonl"), "name"))
+    links = [
+        f"[{words}]({(RESULTS / name).relative_to(ROOT)})"
+        for name, words in PICTURES.items()
+        if (RESULTS / name).is_file()
+    ]
+    said += ["", *(f"!{link}" for link in links[:1]), "; ".join(links[1:])]
     return "\n".join(said).strip()
 
 
@@ -192,6 +224,9 @@ def main(tokens: list[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(tokens).check
+    if sys.stderr.isatty():
+        print("mok: drawing, and importing Megatron (seconds) ...", file=sys.stderr)
+    drawn = [] if check else draw()
     old = README.read_text(encoding="utf-8")
     try:
         new = replaced(old)
@@ -202,10 +237,19 @@ def main(tokens: list[str]) -> int:
         print("README.md's tables are current" if new == old else "README.md's tables are old")
         return int(new != old)
     README.write_text(new, encoding="utf-8")
-    lines = read(RESULTS / "layer.jsonl", "name", "load", "table", "asked_tokens")
-    problem = plot(RESULTS / "layer.png", lines) if lines else "no layer was measured"
-    print(problem or f"README.md and {RESULTS / 'layer.png'} are current")
+    print("\n".join(["README.md is current", *drawn]))
     return 0
+
+
+def draw() -> list[str]:
+    """The pictures; a line for each, its name or why there is none."""
+    lines, curves = measured(), growth()
+    bars, times, growing = (RESULTS / name for name in PICTURES)
+    return [
+        plot(bars, lines, []) or bars.name if lines else "no layer was measured",
+        waterfall(times, lines) or times.name,
+        plot(growing, [], curves) or growing.name if curves else "no sweep was measured",
+    ]
 
 
 if __name__ == "__main__":

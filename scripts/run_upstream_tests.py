@@ -164,7 +164,8 @@ def run(
             start_new_session=True,
         )
         try:
-            code = _wait(process, options.deadline, records, tqdm(total=known, unit="test"))
+            bar = tqdm(total=known, unit="test", disable=None)
+            code = _wait(process, options.deadline, records, bar)
             ended = None if code in (0, 1, 5) else f"exit code {code}"  # pytest's; 1: some failed
         except subprocess.TimeoutExpired:
             ended = f"no end within {options.deadline:g} s"

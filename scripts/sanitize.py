@@ -230,7 +230,7 @@ def run(jobs: Sequence[Job], sanitizer: str, folder: Path, limit: float) -> list
                 )
             running.append(process)
         total = sum(job.count for job in jobs)
-        with tqdm(total=total, unit="case", desc=f"{len(jobs)} processes") as bar:
+        with tqdm(total=total, unit="case", desc=f"{len(jobs)} processes", disable=None) as bar:
             while any(process.poll() is None for process in running):
                 bar.update(sum(passed(file.read_text(errors="replace")) for file in files) - bar.n)
                 if time.monotonic() - began > limit:

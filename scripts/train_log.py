@@ -1,5 +1,5 @@
-"""What a run shows and keeps: a progress bar, a JSON line per logged iteration, plots, two runs
-side by side.
+"""What a run shows and keeps: a progress bar (in a file or a pipe a line now and then), a JSON line
+per logged iteration, plots, two runs side by side.
 
 `losses.jsonl` belongs to the checkpoints beside it: when a run resumes, lines of iterations that it
 will do again are dropped, so the file always holds one line per iteration of one training.
@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 _BORN = time.monotonic()  # soon after this process began
+_QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 def say_start(terminal: TextIO, label: str, what: str) -> None:
@@ -39,6 +40,7 @@ class LossLog:
         self.label = label
         self.tokens_per_iteration = tokens_per_iteration
         self._bar: tqdm[Any] | None = None
+        self._said = 0.0  # when, the last line in place of the bar
         self._last: tuple[int, float] | None = None  # iteration and time of the line before
 
     def start(self, iteration: int, total: int) -> None:
@@ -54,9 +56,9 @@ class LossLog:
             desc=self.label,
             initial=iteration,
             total=total,
-            file=self.terminal if interactive else _Lines(self.terminal),
-            ncols=100 if interactive else 80,
-            mininterval=0.1 if interactive else 5,
+            file=self.terminal,
+            disable=not interactive,
+            ncols=100,
             unit="it",
             bar_format="{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} "
             "[{elapsed}<{remaining}{postfix}]",
@@ -76,8 +78,13 @@ class LossLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         shown = f"loss {loss:.4f}" + ("" if speed is None else f", {speed:,.0f} tokens/s")
-        self._bar.set_postfix_str(shown, refresh=False)
-        self._bar.update(iteration - self._bar.n)
+        total = self._bar.total or iteration
+        if not self._bar.disable:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update(iteration - self._bar.n)
+        elif now - self._said > _QUIET_SECONDS or iteration >= total:
+            self._said = now
+            self.say(f"{self.label} {iteration}/{total}: {shown}")
 
     def say(self, line: str) -> None:
         """A line of text above the bar."""
@@ -92,25 +99,6 @@ class LossLog:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-class _Lines:
-    """For a terminal that is a file or a pipe: the bar's redraws, which start with \\r, become
-    lines."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._shown = ""
-
-    def write(self, text: str) -> None:
-        text = text.strip("\r\n")
-        progress = text.partition("[")[0]
-        if text and progress != self._shown:
-            self._shown = progress
-            self._file.write(text + "\n")
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -166,6 +166,8 @@ def test_multi_token_prediction_adds_about_14_billion(built: Any) -> None:
     assert own == pytest.approx(11.5e9, rel=0.01)
     assert own == of_plan("deepseek_v3", 8).mtp().total
     assert 13e9 < own + 2 * 129280 * 7168 < 14.5e9
+    every = rank["dense"] + rank["experts"] + 2 * 129280 * 7168
+    assert every == pytest.approx(685e9, rel=0.01), "671 and 14, the released file's"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -50,9 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     backend, why = judged(options.backend, machine)
     findings = examine(machine, backend)
     can_run = not any(finding.level == "error" for finding in findings)
-    repeats = (
-        determinism.repeat(backend, options.limit) if can_run and options.determinism else None
-    )
+    repeats = None
+    if can_run and options.determinism:
+        if sys.stderr.isatty():
+            print("mok: repeating a small layer (up to a minute) ...", file=sys.stderr)
+        repeats = determinism.repeat(backend, options.limit)
     if options.json:
         answer = {
             "mok_megatron": __version__,

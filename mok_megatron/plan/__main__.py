@@ -27,23 +27,32 @@ from mok_megatron.plan.estimate import (
     step,
 )
 from mok_megatron.plan.layer import BUDGET, Layer
-from mok_megatron.plan.machines import LINK_SHARE, MACHINES, RATES, RATES_SOURCE, Machine
+from mok_megatron.plan.machines import (
+    LINK_SHARE,
+    MACHINES,
+    RATES,
+    RATES_SOURCE,
+    ROWS,
+    ROWS_SOURCE,
+    Machine,
+)
 from mok_megatron.plan.model import Model, PlanError, read, state_bytes
 
 RANKS = (1, 8, 64, 72)
 CAVEAT = """\
-A model, not a measurement: products were measured on one H200, nothing on several GPUs, and nothing
-on another machine. There is no kernel for Blackwell yet."""
+A model, not a measurement: products and layers were measured on one H200, nothing on several GPUs,
+and nothing on another machine. There is no kernel for Blackwell yet."""
 _EPILOG = f"""\
 {CAVEAT}
 
 floor     what no kernel can beat: the largest of FLOPs, memory bytes and NVLink bytes, each over
           its rate
-expected  at the rates that this project's products reached; communication overlaps but for its ends
+expected  at what this project's products and layers reached; communication overlaps but for its
+          ends
 exposed   what communication adds to that: when all but the ends overlaps .. when nothing does
 step      one micro-batch through the whole model, forward and backward; no pipeline bubble, no
           reduction of gradients, no optimizer; what is not an MoE layer runs at the rate of a
-          large matrix product
+          large matrix product, which it does not reach: real steps are longer
 
 EP is the most ranks that can share the experts evenly, divide all ranks, and lie in one NVLink
 domain; the ranks beside it are data or pipeline parallel. Arguments of Megatron that a plan depends
@@ -146,6 +155,7 @@ def as_json(model: Model, rows: list[Row]) -> dict[str, Any]:
         | {
             "parameters": model.main().total,
             "mtp_parameters": model.mtp_layers * model.mtp().total,
+            "shared_table_parameters": model.tables(),
         },
         "rows": [
             {
@@ -168,6 +178,7 @@ def as_json(model: Model, rows: list[Row]) -> dict[str, Any]:
         "memory_bytes": memory(model, rows),
         "inputs": {
             "rates_tflops": {"value": RATES, "kind": "measured", "source": RATES_SOURCE},
+            "rows_ms_a_gb": {"value": ROWS, "kind": "measured", "source": ROWS_SOURCE},
             "link_share": dataclasses.asdict(LINK_SHARE),
             **{name: dataclasses.asdict(machine) for name, machine in machines.items()},
         },
@@ -177,18 +188,25 @@ def as_json(model: Model, rows: list[Row]) -> dict[str, Any]:
 def render(model: Model, rows: list[Row]) -> str:
     """The plan for a terminal: the model, a table of times, one of memory, one of inputs."""
     parameters = f"{model.main().total / 1e9:.4g} billion parameters"
+    layers = f"{sum(model.is_moe)} MoE layers"
     if model.mtp_layers:
-        parameters += f" and {_mtp_parameters(model) / 1e9:.4g} of MTP"
+        own = model.mtp_layers * model.mtp().total
+        parameters += (
+            f"; MTP adds {own / 1e9:.4g}\n(published counts add the embedding and output that it "
+            f"shares: {(own + model.tables()) / 1e9:.4g})"
+        )
+        layers += f" and {model.mtp_layers} of MTP"
     shared = f", a shared expert of {model.shared_ffn}" if model.shared_ffn else ""
     head = f"""\
-{model.name}: {parameters}; {model.moe_layers} MoE layers of {model.num_experts} experts,
-{model.top_k} a token; hidden {model.hidden}, expert width {model.ffn}{shared};
+{model.name}: {parameters};
+{layers} of {model.num_experts} experts, {model.top_k} a token;
+hidden {model.hidden}, expert width {model.ffn}{shared};
 {model.tokens} tokens a micro-batch on each rank
 {CAVEAT}
 
 One MoE layer on one rank (ms), and a step (ms); forward / backward"""
-    names = "machine,ranks,EP,rows an expert,TFLOP,floor,bound by,NVLink MB,expected,exposed,step,"
-    times = [tuple((names + "tokens/s/GPU").split(",")), *map(_cells, rows)]
+    names = "machine,ranks,EP,rows an expert,TFLOP,floor,bound by,NVLink MB,expected,exposed,"
+    times = [tuple((names + "step >=,tokens/s/GPU <=").split(",")), *map(_cells, rows)]
     names = "ranks,EP,workspace,context of a layer,Megatron's usual,state,fits (no activations yet)"
     memories = [tuple(names.split(","))]
     memories += [
@@ -214,6 +232,8 @@ One MoE layer on one rank (ms), and a step (ms); forward / backward"""
         for name, i in (every | {"link share": LINK_SHARE}).items()
     ]
     inputs.append(("rates of passes", _span(), "TFLOP/s", "measured", RATES_SOURCE))
+    cost = f"{ROWS['forward']}, {ROWS['backward']}"
+    inputs.append(("cost of rows", cost, "ms a GB", "measured", ROWS_SOURCE))
     return "\n".join(
         [
             head,
@@ -228,10 +248,6 @@ One MoE layer on one rank (ms), and a step (ms); forward / backward"""
             *_aligned(inputs, left=(0, 2, 3, 4)),
         ]
     )
-
-
-def _mtp_parameters(model: Model) -> int:
-    return model.mtp_layers * model.mtp().total
 
 
 def _cells(row: Row) -> tuple[str, ...]:

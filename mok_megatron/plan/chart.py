@@ -50,7 +50,7 @@ def draw(path: Path, model: Model, machines: list[Machine], caveat: str) -> None
     axes.set_ylim(bottom=0)
     axes.set(
         xlabel="expert parallel size (ranks that share the experts, inside one NVLink domain)",
-        ylabel="step time (ms)",
+        ylabel="step time, at least (ms)",
         title=f"{model.name}: one micro-batch of {model.tokens} tokens, forward and backward",
     )
     axes.grid(alpha=0.3)

@@ -1,8 +1,9 @@
-"""A layer on a machine: what no kernel can beat, what the measured products make of it, a step.
+"""A layer on a machine: what no kernel can beat, what the measured kernels make of it, a step.
 
 floor      max(FLOPs / matrix rate, bytes / memory rate, wire bytes / link rate)
-compute    max(sum over passes of FLOPs / the pass's measured rate, bytes / memory rate); other
-           machines than the H200 get its rates times the ratio of their matrix rates
+compute    max(sum over passes of FLOPs / the pass's measured rate + routed rows x the measured cost
+           of bringing and combining them, bytes / memory rate); other machines than the H200 get
+           its rates times the ratio of their matrix rates, and its cost of rows by that of memory
 wire       wire bytes / (link rate x LINK_SHARE)
 exposed    what wire adds to compute. At best everything but the ends overlaps: the rows that the
            first wave of tiles waits for, and the results of the last one. At worst nothing does.
@@ -20,7 +21,7 @@ from math import ceil, log2
 
 from mok_megatron.limits import ROW_TILE
 from mok_megatron.plan.layer import Layer
-from mok_megatron.plan.machines import LINK_SHARE, MACHINES, RATES, Machine
+from mok_megatron.plan.machines import LINK_SHARE, MACHINES, RATES, ROWS, Machine
 from mok_megatron.plan.model import Model
 
 COLUMN_TILE = 256
@@ -76,12 +77,14 @@ def direction(layer: Layer, machine: Machine, name: str) -> Direction:
         "wire": sent / (machine.link.value * 1e9),
     }
     bound = max(floors, key=lambda key: floors[key])
-    scale = machine.matrix.value / MACHINES["h200"].matrix.value
+    h200 = MACHINES["h200"]
+    scale = machine.matrix.value / h200.matrix.value
     products = sum(
         2 * m * n * k / (rate(which, rows) * scale * 1e12)
         for which, rows, (m, n, k) in layer.passes(name)
     )
-    compute = max(products, floors["memory"])
+    rows = ROWS[name] * 2e-12 * layer.rows * layer.hidden * h200.memory.value / machine.memory.value
+    compute = max(products + rows, floors["memory"])
     wire = floors["wire"] / LINK_SHARE.value
     ends = min(wire, _ends(layer, machine))
     return Direction(

@@ -140,11 +140,14 @@ class Model:
         """
         return Count(dense=3 * self.hidden + 2 * self.hidden**2) + self.layer(self.is_moe[-1])
 
+    def tables(self) -> int:
+        """Parameters of embedding and output."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
     def main(self) -> Count:
         """The whole model without MTP."""
-        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         layers = sum((self.layer(moe) for moe in self.is_moe), Count())
-        return layers + Count(dense=tables + self.hidden)
+        return layers + Count(dense=self.tables() + self.hidden)
 
     def ranks_of_pipeline(self) -> list[Count]:
         """What each pipeline rank holds. A table that two ranks use is on both."""

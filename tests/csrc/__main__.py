@@ -34,7 +34,10 @@ def main() -> None:
     for name in options.subjects:
         print(f"{name}: {options.cases} cases of seed {seed}", flush=True)
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder, tqdm(total=options.cases) as bar:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            tqdm(total=options.cases, disable=None) as bar,
+        ):
             fuzz(SUBJECTS[name](pathlib.Path(folder)), options.cases, seed, bar.update)
         seconds = round(time.monotonic() - started)
         print(f"{name}: no difference, {seconds} s", flush=True)

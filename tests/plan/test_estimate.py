@@ -11,12 +11,13 @@ import pytest
 
 from mok_megatron.plan.estimate import direction, expert_parallel, rate, step
 from mok_megatron.plan.layer import Layer
-from mok_megatron.plan.machines import LINK_SHARE, MACHINES, RATES
+from mok_megatron.plan.machines import LAYERS_COMMIT, LINK_SHARE, MACHINES, RATES, ROWS
 from mok_megatron.plan.model import read
 from tests.plan.test_layer import sized
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = MACHINES["h200"]
+LETTERS = {"experts": "num_experts"}  # bench.py's names that differ
 
 
 def test_the_rates_are_those_of_the_results_file() -> None:
@@ -31,6 +32,26 @@ def test_the_rates_are_those_of_the_results_file() -> None:
     assert medians == {
         (name, rows): value for name, known in RATES.items() for rows, value in known.items()
     }
+
+
+def test_measured_layers_come_out() -> None:
+    """With the cost of rows, on which no result of another commit bears."""
+    lines = (ROOT / "scripts/results/layer.jsonl").read_text().splitlines()
+    seen = [line for line in map(json.loads, lines) if line["commit"] == LAYERS_COMMIT]
+    assert len(seen) == 8
+    for line in seen:
+        assert line["table"] == "main_grad"
+        layer = Layer(**{LETTERS.get(k, k): v for k, v in line["shape"].items()})
+        for name in ("forward", "backward"):
+            found, ms = direction(layer, H200, name).compute, line["arms"]["mok"][f"{name}_ms"]
+            assert found == pytest.approx(ms, rel=0.08), (line["name"], name)
+
+
+def test_the_cost_of_rows_goes_by_memory() -> None:
+    layer = sized("qwen235", 4096, 8)
+    h100, h200 = (direction(layer, MACHINES[name], "forward") for name in ("h100", "h200"))
+    rows = 1.95 * 2 * 32768 * 4096 / 1e9
+    assert h100.compute - h200.compute == pytest.approx(rows * (4.8 / 3.35 - 1))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +97,13 @@ def test_expected_times_by_hand() -> None:
     layer = sized("qwen235", 4096, 8)  # 32768 rows, 2048 an expert
     half, whole = 2 * 32768 * 1536 * 4096, 2 * 32768 * 2 * 1536 * 4096
     found = direction(layer, H200, "forward")
-    assert found.compute == pytest.approx(1e3 * (whole / 683e12 + half / 691e12))
-    backward = half / 633e12 + whole / 684e12 + whole / 681e12 + half / 675e12
-    assert direction(layer, H200, "backward").compute == pytest.approx(1e3 * backward)
+    rows = 2 * 32768 * 4096 / 1e9  # GB
+    products = 1e3 * (whole / 683e12 + half / 691e12)
+    assert found.compute == pytest.approx(products + ROWS["forward"] * rows)
+    products = 1e3 * (half / 633e12 + whole / 684e12 + whole / 681e12 + half / 675e12)
+    assert direction(layer, H200, "backward").compute == pytest.approx(
+        products + ROWS["backward"] * rows
+    )
     transfer = 2 * 32768 * 4096 * 7 / 8
     assert found.wire == pytest.approx(1e3 * 2 * transfer / (450e9 * 0.8))
     # 132 tiles: 11 row tiles of 12 column tiles wait for 1408 rows; 132 results of 128 x 256.
@@ -88,7 +113,7 @@ def test_expected_times_by_hand() -> None:
 
 
 def test_where_the_wire_is_longer_it_is_the_time() -> None:
-    found = direction(sized("qwen30", 8192, 8), H200, "forward")
+    found = direction(sized("qwen30", 8192, 8, ffn=256), H200, "forward")
     assert found.wire > found.compute
     assert found.best == pytest.approx(found.wire)
 

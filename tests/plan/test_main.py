@@ -34,6 +34,15 @@ def test_the_table_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "datasheet" in out
 
 
+def test_a_model_with_mtp_is_counted_as_it_is_published(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([str(CONFIGS / "deepseek_v3.yaml"), "--ranks", "8", "--machines", "h200"]) == 0
+    head = " ".join(capsys.readouterr().out.split("\n\n")[0].split())
+    assert "671 billion parameters; MTP adds 11.61 (published counts add" in head
+    assert "that it shares: 13.46); 58 MoE layers and 1 of MTP of 256 experts" in head
+
+
 def test_json_has_the_same_and_the_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([QWEN, "--json", "--ranks", "8,512", "--machines", "h200"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -359,6 +359,7 @@ def test_the_command_measures_megatron_and_ours_on_the_cpu(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "\r" not in done.stderr, "a progress bar in a pipe"
     lines = [json.loads(text) for text in output.read_text().splitlines()]
     assert [(entry["load"], entry["table"]) for entry in lines] == [
         ("hot", "fresh"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
+import bench_problem  # noqa: E402
 import readme_tables  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
@@ -57,11 +60,28 @@ def test_a_layer_is_one_row_with_the_faster_of_megatrons_paths() -> None:
     assert readme_tables.layers([_line("x", arms={"sonic": {}})]) == []
 
 
-def test_the_last_line_of_a_measurement_counts(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n')
-    assert [line["b"] for line in readme_tables.read(path, "a")] == [3, 2]
-    assert readme_tables.read(tmp_path / "none.jsonl", "a") == []
+def test_the_last_line_of_a_measurement_counts() -> None:
+    lines = [{"a": 1, "b": 1}, {"a": 2, "b": 2}, {"a": 1, "b": 3}]
+    assert [line["b"] for line in readme_tables.last(lines, "a")] == [3, 2]
+
+
+def test_a_sweep_makes_no_rows_but_a_picture_of_one_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset = dataclasses.asdict(bench_problem.PRESETS["qwen3-30b/16"])
+    lines = [
+        _line("qwen3-30b/16", shape={**preset, "tokens": tokens}, load="random", commit=commit)
+        for commit, sizes in (("a" * 40, (1024, 2048, 8192)), ("b" * 40, (1024, 4096, 8192)))
+        for tokens in sizes
+    ]
+    lines += [{**lines[-1], "load": "zipf"}]
+    for name in ("layer", "growth"):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    assert readme_tables.measured() == [lines[5]]
+    (sweep,) = readme_tables.growth()
+    assert sweep.lines == lines[3:6]
 
 
 def test_a_missing_comment_is_told() -> None:

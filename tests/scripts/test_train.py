@@ -6,6 +6,7 @@ Megatron's start costs more than these trainings, so one run answers several que
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -407,13 +408,29 @@ def test_a_loss_log_forgets_what_will_be_done_again(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
     lines = [json.dumps({"iteration": i, "loss": float(i)}) for i in (1, 2, 3, 4)]
     path.write_text("\n".join(lines) + '\n{"iteration": 5, "lo')
-    with (tmp_path / "terminal").open("w") as terminal:
-        log = train_log.LossLog(path, terminal, "mok", tokens_per_iteration=10)
-        log.start(2, 4)
-        log.add(3, 30.0, grad_norm=None)
-        log.close()
+    log = train_log.LossLog(path, io.StringIO(), "mok", tokens_per_iteration=10)
+    log.start(2, 4)
+    log.add(3, 30.0, grad_norm=None)
+    log.close()
     assert losses(tmp_path) == {1: 1.0, 2: 2.0, 3: 30.0}
-    assert "3/4" in (tmp_path / "terminal").read_text()
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_bar_is_for_a_terminal_and_lines_for_a_file(interactive: bool, tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: interactive  # type: ignore[method-assign]
+    log = train_log.LossLog(tmp_path / "losses.jsonl", terminal, "mok", tokens_per_iteration=10)
+    log.start(0, 3)
+    for iteration in (1, 2, 3):
+        log.add(iteration, 5.0)
+    log.close()
+    shown = terminal.getvalue()
+    if interactive:
+        assert "\rmok 100% |" in shown
+    else:
+        first, last = shown.splitlines()  # what comes soon after a line is left out
+        assert first == "mok 1/3: loss 5.0000"
+        assert last.startswith("mok 3/3: loss 5.0000, ")
 
 
 @pytest.mark.parametrize(
