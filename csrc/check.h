@@ -37,6 +37,7 @@ enum class Tag : uint32_t {
   kCombineHome,     // combine waits for a row from another rank
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
   kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
+  kMoveLap,         // move waits for the last readers of the rows before
   kEndCounts,       // the end of a CTA waits for what its warps have counted
   kAborted,         // another rank of the group has stopped, and said so
 };
@@ -79,6 +80,8 @@ inline const char* describe(Tag tag) {
       return "the mover waited for the rows of a block that go home";
     case Tag::kPushSums:
       return "the mover waited for the sums of a probability's gradient that go home";
+    case Tag::kMoveLap:
+      return "the mover waited for the lap before its rows";
     case Tag::kEndCounts:
       return "the end of a CTA waited for what its warps have counted";
     case Tag::kAborted:

@@ -9,8 +9,9 @@ Scalars   rows that a rank computes in a layer and micro-batch (the largest, the
           every --tensorboard-log-interval iterations. How long a rank waits for others inside a
           call is not among them: no kernel counts it.
 
-Rows are counted on the device and read when they are written, where all ranks add them up. A
-recomputed forward counts once, an evaluation not at all. Without these flags nothing is counted.
+Rows, and the calls they came in, are counted on the device, so that a CUDA graph's replays count
+too, and read when they are written, where all ranks add them up. A recomputed forward counts once,
+an evaluation not at all. Without these flags nothing is counted.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ class Observed:
     """A layer's backend with its calls seen; a contract.Backend itself.
 
     `config`: the layer's, which Megatron gives its timers. `group`: the expert parallel one.
-    `counts`: whether rows are counted.
+    `counts`: the device on which rows are counted; None: they are not.
     """
 
-    def __init__(self, backend: Backend, config: Any, group: ProcessGroup, *, counts: bool) -> None:
+    def __init__(
+        self, backend: Backend, config: Any, group: ProcessGroup, *, counts: torch.device | None
+    ) -> None:
         self.backend, self.name, self.shape = backend, backend.name, backend.shape
-        self.group, self.counts = group, counts
-        self.rows_E: Tensor | None = None
-        self.calls = 0
+        self.group = group
         self._config = config
-        if counts:
+        # Rows of each expert, and calls: the same memory for good, to which graphs add.
+        self._counted: Tensor | None = None
+        if counts is not None:
+            self._counted = torch.zeros(
+                backend.shape.num_experts + 1, dtype=torch.int64, device=counts
+            )
             _observed.append(weakref.ref(self))
 
     def forward(
@@ -65,15 +71,17 @@ class Observed:
 
     def count(self, routing_map_TE: Tensor) -> None:
         """Adds the rows of a forward that a backward will follow."""
-        if self.counts and torch.is_grad_enabled():
-            rows_E = routing_map_TE.sum(0)
-            self.rows_E = rows_E if self.rows_E is None else self.rows_E.add_(rows_E)
-            self.calls += 1
+        if self._counted is not None and torch.is_grad_enabled():
+            self._counted[:-1].add_(routing_map_TE.sum(0))
+            self._counted[-1:].add_(1)
 
-    def take(self) -> tuple[Tensor | None, int]:
-        """Rows this rank's tokens sent to each expert, and in how many calls, since asked last."""
-        taken = self.rows_E, self.calls
-        self.rows_E, self.calls = None, 0
+    def take(self) -> Tensor | None:
+        """int64 [E + 1]: rows this rank's tokens sent to each expert, and in how many calls, since
+        asked last; None: nothing is counted."""
+        if self._counted is None:
+            return None
+        taken = self._counted.clone()
+        self._counted.zero_()
         return taken
 
     def _seen[T](self, phase: str, call: Callable[..., T], *arguments: Any) -> T:
@@ -104,7 +112,7 @@ def report(iteration: int, arguments: Any) -> None:
 
     interval = arguments.tensorboard_log_interval
     if wants_scalars(arguments) and iteration % interval == 0:
-        scalars = gather(arguments.num_experts)
+        scalars = gather()
         writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         for name, value in scalars.items() if writer or wandb else ():
             if writer:
@@ -118,7 +126,7 @@ def report(iteration: int, arguments: Any) -> None:
         timers.log(list(TIMERS), normalizer=every)
 
 
-def gather(num_experts: int) -> dict[str, float]:
+def gather() -> dict[str, float]:
     """The scalars since they were gathered last. Collective over all ranks."""
     alive = [observed for ref in _observed if (observed := ref()) is not None]
     device = torch.cuda.current_device()  # of the shim a CPU
@@ -126,10 +134,10 @@ def gather(num_experts: int) -> dict[str, float]:
     total = torch.zeros(2, dtype=torch.float64, device=device)  # rows, layers
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for observed in alive:
-        rows_E, calls = observed.take()
-        zeros = torch.zeros(num_experts, dtype=torch.float64, device=device)
-        mean_E = zeros if rows_E is None else rows_E.double() / calls
-        by_group.setdefault(observed.group, []).append(mean_E)
+        taken = observed.take()
+        if taken is not None:
+            mean_E = taken[:-1].double() / taken[-1].clamp_min(1)
+            by_group.setdefault(observed.group, []).append(mean_E)
     for group, layers in by_group.items():
         rows_ME = torch.stack(layers)
         dist.all_reduce(rows_ME, group=group)

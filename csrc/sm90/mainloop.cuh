@@ -49,6 +49,8 @@ constexpr bool kOverRows = P == Product::kWeightGradient;
 //   input(p, tile)          load: the count that says that what the tile reads has been written
 //   announce(p, tile)       store: what the tile writes is in memory
 //   kReads, kAnnounces      has passes that read old values; other CTAs wait for tiles
+//   kLaps                   has a plan's laps; then fetch_waits(p, tile) says whether fetch waits
+//                           for the input too
 // and a pass G its product, whether a tile holds gate and up of a column, and its Epilogue.
 
 // What a pass needs; what one does not use stays empty.
@@ -104,8 +106,12 @@ struct TileReader {
     return storage.tile[ring.slot()];
   }
   __device__ __forceinline__ void release(int slot) const {
-    if constexpr (WHOLE_WARP) __syncwarp();
-    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[slot]);
+    if constexpr (WHOLE_WARP) {
+      __syncwarp();
+      arrive_of_warp(storage.tile_empty[slot]);
+    } else {
+      arrive(storage.tile_empty[slot]);
+    }
   }
   __device__ __forceinline__ void pop() {
     release(ring.slot());
@@ -289,7 +295,7 @@ struct Multiplier {
     wait(storage.products_turn[warpgroup], turn ^ warpgroup ^ 1, fault, Tag::kMultiplyTurn);
   }
   __device__ __forceinline__ void pass_turn() {
-    if (lane == 0) arrive(storage.products_turn[warpgroup ^ 1]);
+    arrive_of_warp(storage.products_turn[warpgroup ^ 1]);
   }
 
   // The tile's products into the accumulators. They are complete on return.
@@ -364,9 +370,7 @@ struct Multiplier {
     return slot;
   }
 
-  __device__ __forceinline__ void release(int slot) {
-    if (lane == 0) arrive(storage.stage_empty[slot]);
-  }
+  __device__ __forceinline__ void release(int slot) { arrive_of_warp(storage.stage_empty[slot]); }
 
   // Rows from `valid` on, of every box. All threads that read the stage take part.
   __device__ __forceinline__ void zero_rows(const uint8_t* stage, int valid) {

@@ -73,9 +73,7 @@ struct Filler {  // multiply's part
   __device__ __forceinline__ void await_turn(int turn) {
     wait(storage.fill_turn[warpgroup], turn ^ warpgroup ^ 1, fault, Tag::kFillTurn);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
-  }
+  __device__ __forceinline__ void pass_turn() { arrive_of_warp(storage.fill_turn[warpgroup ^ 1]); }
 
   // Uses the accumulators up.
   template <class G, int COUNT>
@@ -118,11 +116,11 @@ struct Filler {  // multiply's part
     const uint32_t at = shared_address(storage.unit[ring.slot()]);
     float sums[2];  // over a row, of epilogues that have them
     if (rows > 0 && E::live(p, tile, unit)) {
-      E::write(p, d, part, at, warp, lane, first + warp * 16 + (lane >> 2), sums);
+      E::write(p, tile, d, part, at, warp, lane, first + warp * 16 + (lane >> 2), sums);
     }
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) arrive(storage.unit_filled[ring.slot()]);
+    arrive_of_warp(storage.unit_filled[ring.slot()]);
     // Not before: the fence would wait until these stores have arrived in memory.
     if constexpr (E::kSums) {
       if (rows > 0 && E::live(p, tile, unit)) {
@@ -141,6 +139,13 @@ __device__ __forceinline__ void fetch(const typename K::Parameters& p,
     const Tile& tile = tiles.front();
     if (tile.last()) break;
     if (tile.depth == 0) continue;
+    if constexpr (K::kLaps) {
+      if (K::fetch_waits(p, tile)) {
+        const Input input = K::input(p, tile);
+        wait_count(input.word, input.count, p.fault, input.tag);
+        fence_async();
+      }
+    }
     K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
       using G = decltype(g);
       using E = typename G::Epilogue;
@@ -222,7 +227,8 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
       }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
       const uint32_t at = shared_address(storage.unit[ring.slot()]);
-      const int rows = E::live(q, tile, unit) ? slab_rows<G>(q, tile, slab) : 0;
+      const bool some = E::live(q, tile, unit) && E::leaves(tile, unit);
+      const int rows = some ? slab_rows<G>(q, tile, slab) : 0;
       const int first = first_output_row<G>(tile, slab);
       if (rows == kSlab) {
         if (leads()) E::send(q, tile, unit, at, first);
@@ -240,7 +246,7 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
         continue;
       }
       bulk_wait_read<kLag>();
-      if (leads()) arrive(storage.unit_drained[ring.before(kLag)]);
+      arrive_of_warp(storage.unit_drained[ring.before(kLag)]);
     }
   }
 };

@@ -101,11 +101,12 @@ def test_one_rank_communicates_nothing() -> None:
 
 
 def test_rates_between_and_outside_what_was_measured() -> None:
-    assert rate("up", 1024) == 684
-    assert rate("w1+32", 724.077) == pytest.approx((400 + 577) / 2, abs=0.1)
-    assert rate("up", 100) == 607
-    assert rate("up", 1e6) == 671
-    assert rate("w1+32", 256) == 200, "as long as with 512 rows: the same bytes"
+    up, w1 = RATES["up"], RATES["w1+32"]
+    assert rate("up", 1024) == up[1024]
+    assert rate("w1+32", 724.077) == pytest.approx((w1[512] + w1[1024]) / 2, abs=0.1)
+    assert rate("up", 100) == up[512]
+    assert rate("up", 1e6) == up[4096]
+    assert rate("w1+32", 256) == w1[512] / 2, "as long as with 512 rows: the same bytes"
 
 
 @pytest.mark.parametrize(
