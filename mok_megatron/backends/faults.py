@@ -51,7 +51,7 @@ _COUNTED = {  # and on; Count in csrc/device/census.cuh
     11: "pieces of rows added up",
     12: "as the sum of the slots added up",
 }
-_START, _COMBINE_HOME, _ABORTED = 18, 19, 23  # Tag in csrc/check.h: waits for another rank
+_START, _COMBINE_HOME, _ABORTED = 18, 19, 24  # Tag in csrc/check.h: waits for another rank
 _LOOK_S, _SETTLE_S = 1.0, 0.1
 _NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
 

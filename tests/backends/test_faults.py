@@ -115,7 +115,7 @@ def _told(rank: int, world: int, folder: str, word: int) -> None:
         layer.write_wait(layer.record("wait", "waited in vain", [2]))
     dist.barrier()
     if rank == 0:
-        faults.stopped = lambda: [23, 3, 900, word, 1]
+        faults.stopped = lambda: [faults._ABORTED, 3, 900, word, 1]
         faults._why_stopped = lambda: (
             "mok: an earlier launch failed: another rank has called abort: expert parallel rank 1, "
             "where gather waited (CTA 3, thread 900, saw 1, for 1); this process cannot go on"
