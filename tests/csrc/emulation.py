@@ -197,9 +197,9 @@ LOST = {
 STOPS = {
     "a-rank-stops-before-an-arrival": (
         "sm90/direction.cuh",
-        "send_arrival(reinterpret_cast<Arrival*>(base + group.at.arrived) + inside, "
+        "send_arrival(reinterpret_cast<Arrival*>(space + group.at.arrived) + inside, "
         "epoch(p), sum);",
-        "store_relaxed_system(&reinterpret_cast<Control*>(base + group.at.control)->abort, "
+        "store_relaxed_system(&reinterpret_cast<Control*>(space + group.at.control)->abort, "
         "uint32_t(Tag::kCombineHome) << 24 | group.rank << 12 | 5);",
     )
 }
