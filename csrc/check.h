@@ -39,6 +39,7 @@ enum class Tag : uint32_t {
   kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
   kMoveLap,         // move waits for the last readers of the rows before
   kEndCounts,       // the end of a CTA waits for what its warps have counted
+  kAborted,         // another rank of the group has stopped, and said so
 };
 
 inline const char* describe(Tag tag) {
@@ -83,6 +84,8 @@ inline const char* describe(Tag tag) {
       return "the mover waited for the lap before its rows";
     case Tag::kEndCounts:
       return "the end of a CTA waited for what its warps have counted";
+    case Tag::kAborted:
+      return "another rank has called abort";
     case Tag::kStart:
       return "gather waited for the start of the call on the rank that is the thread's number (see "
              "--distributed-timeout-minutes, and that rank's log)";
@@ -100,8 +103,18 @@ struct Fault {
   uint32_t tag;  // Tag; 0 while nothing happened
   uint32_t cta;
   uint32_t thread;
-  uint32_t value;     // what the wait or the check saw
-  uint32_t expected;  // of kStart and kCombineHome: the epoch of the call; else 0
+  uint32_t value;     // what the wait or the check saw; of kAborted: the word
+  uint32_t expected;  // of kStart, kCombineHome and kAborted: the epoch of the call; else 0
+};
+
+// What a rank tells that has stopped, in a word: tag << 24 | rank << 12 | thread of its record.
+struct Abort {
+  Tag tag;
+  uint32_t rank, thread;
+
+  static Abort of(uint32_t word) {
+    return {static_cast<Tag>(word >> 24), word >> 12 & 0xfff, word & 0xfff};
+  }
 };
 
 // Process-wide record, pinned and mapped; null only before the first launch.

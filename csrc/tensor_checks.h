@@ -148,9 +148,16 @@ inline Tensor new_tensor(const Tensor& like, Extents extents, ScalarType type) {
 
 inline void check_fault() {
   const mok::Fault* fault = mok::fault_record();
-  STD_TORCH_CHECK(fault == nullptr || fault->tag == 0,
+  if (fault == nullptr || fault->tag == 0) return;
+  std::string what = mok::describe(static_cast<mok::Tag>(fault->tag));
+  if (static_cast<mok::Tag>(fault->tag) == mok::Tag::kAborted) {
+    const auto abort = mok::Abort::of(fault->value);
+    what += ": expert parallel rank " + std::to_string(abort.rank) + ", where " +
+            mok::describe(abort.tag) + ", thread " + std::to_string(abort.thread);
+  }
+  STD_TORCH_CHECK(false,
                   "mok: an earlier launch failed: ",
-                  mok::describe(static_cast<mok::Tag>(fault->tag)),
+                  what,
                   " (CTA ",
                   fault->cta,
                   ", thread ",

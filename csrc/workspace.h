@@ -9,7 +9,8 @@
 // N = Tmax · K slots, n a call's epoch, g = n & 1 its generation.
 //
 //   part         form                  written by            read by
-//   control      Control               the own rank          the own rank
+//   control      Control               the own rank, and   the own rank
+//                                      abort: any rank
 //                (device/wire.cuh keeps a Wire behind it, in a build for measurements alone)
 //   start[g]     Start [P]             rank p its own entry  the own rank's gather
 //   expert[g]    int32 [Tmax, K]       the own publish       every rank's gather (forward)
@@ -100,6 +101,7 @@ static_assert(sizeof(Start) == 32);
 struct Control {
   uint32_t epoch;      // of the last call that was published
   uint32_t published;  // CTAs of publish that are done; 0 between calls
+  uint32_t abort;      // not 0: who has stopped, and why (check.h); it stays
 };
 
 struct Arrival {  // written and read as one word of 8 bytes

@@ -115,3 +115,17 @@ def _report(error: Exception) -> None:
             "mok-megatron, or silence it with MOK_MEGATRON_DISABLE=1",
             file=sys.stderr,
         )
+
+
+def _leave_current_directory() -> None:
+    """In `python -m mok_megatron.…`, which looks there first for all that is imported, torch too:
+    the package's own place instead."""
+    arguments = getattr(sys, "argv", [])
+    if arguments[:1] != ["-m"] or sys.flags.safe_path:  # "-m": while Python looks for the module
+        return
+    module = sys.orig_argv[len(sys.orig_argv) - len(arguments)].removeprefix("-m")
+    if module.partition(".")[0] == __name__:
+        sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+_leave_current_directory()

@@ -7,7 +7,8 @@ Five kinds (a process is killed, is stopped, skips a call, runs with other flags
 counter) at four places (its first call, a forward, a backward, anywhere) are twenty trials. A trial
 passes when, within the limit and 10 s: every rank that still runs has raised and has written one
 record, the merged records name the one that went wrong and no other, and no optimizer has made a
-step that the fault was in. A sixth kind is a slow rank, three times the deadline of a kernel late,
+step that the fault was in; and when its process has ended, or is taking itself down, which on a
+busy machine may last. A sixth kind is a slow rank, three times the deadline of a kernel late,
 that nobody may report. Behind all trials nothing is left: no process, socket, shared memory, or
 memory of the GPU.
 
@@ -46,6 +47,7 @@ WORLD = len(fault_rank.CASE.tokens)
 LIMIT_S, DEADLINE_S = 6.0, 2
 GRACE_S = 10.0  # behind the limit
 START_S = 180.0
+STALL_S, TEARDOWN_S = 5.0, 60.0  # without use of a CPU; in all
 LEFT_BYTES = 64 << 20  # of the GPU's memory: another process's context may differ by as much
 
 
@@ -165,13 +167,15 @@ def run_trial(backend: str, kind: str, place: str, draw: random.Random, folder: 
         ends = [r for r in range(WORLD) if r != culprit or kind not in ("killed", "stopped")]
         late = injected + trial.limit + GRACE_S
         trouble = []
-        if running := [r for r in ends if not _ended(ranks[r], late - time.time())]:
+        if running := [
+            r for r in ends if not ended(ranks[r], late - time.time(), _word(folder, r))
+        ]:
             trouble.append(f"ranks {running} have not ended {trial.limit + GRACE_S:g} s later")
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    words = {r: _read(folder / f"rank-{r}.json") for r in range(WORLD)}
+    words = {r: _read(_word(folder, r)) for r in range(WORLD)}
     judge = _judge_slow if kind == "slow" else _judge_fault
     troubles, said = judge(trial, words, [r for r in ends if r != culprit], late)
     records, _ = merge.read(folder / "records")
@@ -254,12 +258,32 @@ def _await_injection(folder: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> 
     return float(found["time"])
 
 
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+def ended(process: subprocess.Popen[bytes], seconds: float, word: Path) -> bool:
+    """In so many seconds; after its word, Python and torch may still be freeing what they have,
+    which is work for a CPU. Only who waits meanwhile is stuck."""
+    if _waited(process, seconds):
+        return True
+    end, used = time.monotonic() + TEARDOWN_S, -1.0
+    while word.exists() and time.monotonic() < end and process.poll() is None:
+        times = psutil.Process(process.pid).cpu_times()
+        if times.user + times.system <= used:
+            return False
+        used = times.user + times.system
+        _waited(process, STALL_S)
+    return process.poll() is not None
+
+
+def _waited(process: subprocess.Popen[bytes], seconds: float) -> bool:
     try:
         process.wait(max(seconds, 0.0))
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def _word(folder: Path, rank: int) -> Path:
+    """What the rank says at its end."""
+    return folder / f"rank-{rank}.json"
 
 
 def _read(path: Path) -> Any:

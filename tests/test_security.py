@@ -1,9 +1,13 @@
-"""What the product never does: unpickle, run a shell, evaluate text, hand objects between ranks."""
+"""What the product never does: unpickle, run a shell, evaluate text, hand objects between ranks,
+run what lies in the current directory."""
 
 from __future__ import annotations
 
 import ast
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -109,3 +113,61 @@ def test_the_walk_is_not_fooled() -> None:
         "subprocess.run([name], shell=False)\nast.literal_eval(text)\n'import pickle'\n"
     )
     assert faults(source) == []
+
+
+# Modules in the current directory that say so when they are imported. None is of those that Python
+# itself imports for -m, from there, before it runs anything of ours.
+HOSTILE = ("torch", "megatron", "numpy", "yaml", "json", "ctypes", "subprocess", "setuptools")
+USES = "import torch, json, yaml, ctypes, subprocess, megatron.core\nprint('ran')\n"
+ASK = (
+    "from mok_megatron.doctor import machine; "
+    "print(machine.ask('mok_megatron.doctor.probes:ask_torch', 60.0))"
+)
+LOAD = (
+    "from mok_megatron.backends import library; import mok_megatron; "
+    "print(library.LIBRARY == __import__('pathlib').Path(mok_megatron.__file__).parent / "
+    "'_C.abi3.so' and library.LIBRARY.is_absolute() and 'ran')"
+)
+FROM_THERE = {
+    "a script of a launch": ["-m", "mok_megatron.launch", "{script}"],
+    "a script of the shim": ["-m", "mok_megatron.cpu", "{script}"],
+    "the doctor": ["-m", "mok_megatron.doctor", "--help"],
+    "a plan": ["-m", "mok_megatron.plan", "--help"],
+    "scripts/train.py": ["{root}/scripts/train.py", "--help"],
+    "a probe of the doctor": ["-P", "-c", ASK],
+    "the library": ["-P", "-c", LOAD],
+}
+
+
+@pytest.fixture
+def hostile(tmp_path: pathlib.Path) -> pathlib.Path:
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name in HOSTILE:
+        said = f"import sys; print('hostile {name}', file=sys.stderr)"
+        (folder / f"{name}.py").write_text(said)
+    return folder
+
+
+@pytest.mark.parametrize("what", FROM_THERE)
+def test_nothing_is_imported_from_the_current_directory(hostile: pathlib.Path, what: str) -> None:
+    script = hostile.parent / "script.py"
+    script.write_text(USES)
+    if "-m" not in FROM_THERE[what]:  # where Python takes even mok_megatron from there
+        package = hostile / "mok_megatron"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('hostile mok_megatron')")
+        (package / "_C.abi3.so").write_text("hostile")
+    words = [word.format(script=script, root=ROOT) for word in FROM_THERE[what]]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=hostile,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hostile" not in done.stdout + done.stderr
+    assert "ran" in done.stdout or "usage" in done.stdout or "torch" in done.stdout

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   const uint32_t g = epoch % kGenerations;
   if (threadIdx.x < group.ranks) {  // thread p waits for rank p
     start[threadIdx.x] =
-        await_start(part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x,
+        await_start(group,
+                    part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x,
                     epoch,
                     a.patience_ns,
                     a.fault);

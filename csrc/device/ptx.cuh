@@ -39,15 +39,20 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
 
 // ---- faults
 
-// Writes the record, if nobody has, and ends the grid.
-[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
+// Writes the record, if nobody has.
+__device__ __forceinline__ bool write_record(Fault* fault, Tag tag, uint32_t value) {
   forget(fault);
-  if (fault != nullptr && atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) == 0u) {
-    fault->cta = blockIdx.x;
-    fault->thread = threadIdx.x;
-    fault->value = value;
-    __threadfence_system();
-  }
+  if (fault == nullptr || atomicCAS_system(&fault->tag, 0u, static_cast<uint32_t>(tag)) != 0u)
+    return false;
+  fault->cta = blockIdx.x;
+  fault->thread = threadIdx.x;
+  fault->value = value;
+  __threadfence_system();
+  return true;
+}
+// And ends the grid.
+[[noreturn]] __device__ __forceinline__ void fail(Fault* fault, Tag tag, uint32_t value) {
+  write_record(fault, tag, value);
   __trap();
 }
 
@@ -336,6 +341,11 @@ __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* word) {
 __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* word) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t load_relaxed_system(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
 // After a fence_system of this thread: what it has seen written is in memory before the word.

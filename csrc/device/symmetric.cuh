@@ -12,11 +12,42 @@ __device__ __forceinline__ T* part(const Peers& group, int rank, int64_t offset)
   return reinterpret_cast<T*>(group.base[rank] + offset);
 }
 
+// ---- abort: a rank has stopped while it waited for another
+
+constexpr int64_t kTellNanoseconds = 1'000'000;
+
+// What the rank has been told, or 0. Looked at after each failed poll of a wait for another rank,
+// so that no rank waits out a limit of its own when one has found that a third does not come. All
+// other waits end without another rank (workspace.h, (6)). One of those that takes too long all the
+// same tells nobody: in each of them that would take registers that multiply has not.
+__device__ __forceinline__ uint32_t abort_of(const Peers& group) {
+  return load_relaxed_system(&part<Control>(group, group.rank, group.at.control)->abort);
+}
+
+// Tells all, or, told by another itself, passes on what that has said: the word names the one that
+// has found the fault.
+__device__ __forceinline__ void call_abort(const Peers& group, Tag tag, uint32_t value) {
+  const uint32_t own = static_cast<uint32_t>(tag) << 24 | group.rank << 12 | threadIdx.x;
+  const uint32_t word = tag == Tag::kAborted ? value : own;
+  for (int rank = 0; rank < group.ranks; ++rank) {
+    store_relaxed_system(&part<Control>(group, rank, group.at.control)->abort, word);
+  }
+  fence_system();
+}
+
 // fail, with the epoch that did not come. It is written first: whoever waits, waits for the same.
-[[noreturn]] __device__ __forceinline__ void fail_awaiting(Fault* fault, Tag tag, uint32_t seen,
-                                                           uint32_t epoch) {
+// Others give the first thread the time to tell.
+[[noreturn]] __device__ __forceinline__ void fail_awaiting(const Peers& group, Fault* fault,
+                                                           Tag tag, uint32_t seen, uint32_t epoch) {
   if (fault != nullptr) fault->expected = epoch;
   __threadfence_system();
+  if (write_record(fault, tag, seen)) {
+    call_abort(group, tag, seen);
+  } else {
+    const Stopwatch watch;
+    while (!watch.passes(kTellNanoseconds)) {
+    }
+  }
   fail(fault, tag, seen);
 }
 
@@ -37,14 +68,16 @@ __device__ __forceinline__ void send_start(Start* to, const Start& start) {
 // An entry is not written again before this call has ended here, so its epoch cannot be passed
 // over.
 // The other rank may be held up for as long as the host allows: patience_ns.
-__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, int64_t patience_ns,
-                                             Fault* fault) {
+__device__ __forceinline__ Start await_start(const Peers& group, const Start* from, uint32_t epoch,
+                                             int64_t patience_ns, Fault* fault) {
   const auto* const words = reinterpret_cast<const uint32_t*>(from);
   const Stopwatch watch;
   for (;;) {
     const uint32_t seen = load_acquire_system(words);
     if (seen == epoch) break;
-    if (watch.passes(patience_ns)) fail_awaiting(fault, Tag::kStart, seen, epoch);
+    if (const uint32_t abort = abort_of(group))
+      fail_awaiting(group, fault, Tag::kAborted, abort, epoch);
+    if (watch.passes(patience_ns)) fail_awaiting(group, fault, Tag::kStart, seen, epoch);
   }
   constexpr int kWords = sizeof(Start) / sizeof(int32_t);
   Start start;
@@ -66,14 +99,18 @@ __device__ __forceinline__ void send_arrival(Arrival* to, uint32_t epoch, float 
 }
 
 // The gradient of the probability that came with it.
-__device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epoch, Fault* fault) {
+__device__ __forceinline__ float await_arrival(const Peers& group, const Arrival* from,
+                                               uint32_t epoch, Fault* fault) {
   const auto* const word = reinterpret_cast<const uint64_t*>(from);
   const Stopwatch watch;
   for (;;) {
     const uint64_t both = load_acquire_system(word);
     const auto seen = static_cast<uint32_t>(both);
     if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
-    if (watch.passes(wait_limit.other_ns)) fail_awaiting(fault, Tag::kCombineHome, seen, epoch);
+    if (const uint32_t abort = abort_of(group))
+      fail_awaiting(group, fault, Tag::kAborted, abort, epoch);
+    if (watch.passes(wait_limit.other_ns))
+      fail_awaiting(group, fault, Tag::kCombineHome, seen, epoch);
   }
 }
 

@@ -457,7 +457,9 @@ struct Direction {
     for (int k = threadIdx.x % 32; k < (end - first) * c.choices; k += 32) {
       const int row = c.row_TK[slots + k];
       if (row != -1) summed += slots + k + 1;
-      if (RANKS && row == kElsewhere) await_arrival(arrival(p, slots + k), epoch(p), p.fault);
+      if (RANKS && row == kElsewhere) {
+        await_arrival(p.exchange.peers, arrival(p, slots + k), epoch(p), p.fault);
+      }
       if (row < 0) continue;
       await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);
     }

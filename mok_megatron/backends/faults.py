@@ -8,8 +8,10 @@ parameter changes after a fault on this rank. On other ranks the gradient norm i
 Megatron's --check-for-nan-in-loss-and-grad (its default) stops.
 
 A wait of the device that ends by its deadline stops the launch: the context is dead, and torch
-raises at whatever it does next. Its record (check.h's) outlives that, and a thread of the host,
-which looks at it once a second, writes down who was waited for, in which call.
+raises at whatever it does next. If it was for another rank, that of every rank which waits for one
+stops too, told by the first, whose number and reason it gets (csrc/device/symmetric.cuh). The
+record (check.h's) outlives that, and a thread of the host, which looks at it once a second, writes
+down who was waited for, in which call.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _COUNTED = {  # and on; Count in csrc/device/census.cuh
     11: "pieces of rows added up",
     12: "as the sum of the slots added up",
 }
-_START, _COMBINE_HOME = 18, 19  # Tag in csrc/check.h: waits for another rank
+_START, _COMBINE_HOME, _ABORTED = 18, 19, 24  # Tag in csrc/check.h: waits for another rank
 _LOOK_S, _SETTLE_S = 1.0, 0.1
 _NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
 
@@ -151,14 +153,18 @@ def _write_stopped(words: Sequence[int], text: str) -> None:
     if last is None:
         return
     tag, _, thread, seen, epoch = words
-    between = tag in (_START, _COMBINE_HOME)
+    between = tag in (_START, _COMBINE_HOME, _ABORTED)
     last.phase = text.partition("launch failed: ")[2].partition(" (CTA")[0]
     last.of_epoch(epoch if between else 0)
+    counter, expected = "epoch of the call", epoch if between else None
+    if tag == _ABORTED:  # what the rank that stopped first has waited for
+        counter, expected = f"abort of rank {last.place.ranks[seen >> 12 & 0xFFF]}", 0
+        tag, thread = seen >> 24, seen & 0xFFF
     blamed = [thread] if tag == _START else [] if between else [last.place.own]
     record = replace(
         last.record("wait" if between else "error", text, blamed),
-        counter="epoch of the call" if between else "progress of the launch",
-        expected=epoch if between else None,
+        counter=counter if between else "progress of the launch",
+        expected=expected,
         seen=seen,
     )
     last.write_wait(record)

@@ -176,7 +176,8 @@ def ask(probe: str, limit: float) -> tuple[dict[str, Any], dict[str, str]]:
     name = probe.rpartition(":")[2].removeprefix("ask_")
     try:
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, json.dumps([sys.path, probe])],
+            # -P: or -c would look into the current directory first, until sys.path is set.
+            [sys.executable, "-P", "-c", _CHILD, json.dumps([sys.path, probe])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

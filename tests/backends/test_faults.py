@@ -53,10 +53,9 @@ def only(folder: Path) -> Record:
 def test_the_tags_are_those_of_the_header() -> None:
     text = CHECK.read_text().partition("enum class Tag : uint32_t {")[2].partition("};")[0]
     tags = re.findall(r"^  (k\w+)", text, flags=re.MULTILINE)
-    assert (tags.index("kStart"), tags.index("kCombineHome")) == (
-        faults._START,
-        faults._COMBINE_HOME,
-    )
+    ours = {"kStart": faults._START, "kCombineHome": faults._COMBINE_HOME}
+    ours["kAborted"] = faults._ABORTED
+    assert {name: tags.index(name) for name in ours} == ours
 
 
 def test_the_counts_are_those_of_the_header() -> None:
@@ -101,6 +100,44 @@ def test_a_stopped_launch_is_written_down(tmp_path: Path, tag: int) -> None:
     assert re.fullmatch(r"process \d+ runs", record.peers["1"])
     (found,) = merge.merge(tmp_path)["incidents"]
     assert found["what"].startswith("rank 1 did not arrive at call 4 (layer 3, backward)")
+
+
+TOLD = {"waited for a start": (18, 2, [2]), "waited for a row": (19, 5, [2])}
+
+
+def _told(rank: int, world: int, folder: str, word: int) -> None:
+    """Rank 1 has stopped in the first call, and told rank 0; rank 2 is nowhere."""
+    os.environ[records.VARIABLE] = folder
+    layer = Calls("cuda", SHAPE, dist.group.WORLD)
+    layer.begin("forward", 7)
+    if rank == 1:
+        layer.phase = "its own wait"
+        layer.write_wait(layer.record("wait", "waited in vain", [2]))
+    dist.barrier()
+    if rank == 0:
+        faults.stopped = lambda: [faults._ABORTED, 3, 900, word, 1]
+        faults._why_stopped = lambda: (
+            "mok: an earlier launch failed: another rank has called abort: expert parallel rank 1, "
+            "where gather waited (CTA 3, thread 900, saw 1, for 1); this process cannot go on"
+        )
+        assert faults.look_for_stopped()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("why", TOLD)
+def test_a_rank_that_is_told_to_stop_names_who_told_it_and_who_did_not_come(
+    tmp_path: Path, why: str
+) -> None:
+    tag, thread, blamed = TOLD[why]
+    run_ranks(3, _told, str(tmp_path), tag << 24 | 1 << 12 | thread, deadline=60)
+    found, damaged = records.read(tmp_path)
+    assert not damaged
+    (record,) = [one for one in found if one.rank == 0]
+    assert (record.kind, record.counter, record.expected) == ("wait", "abort of rank 1", 0)
+    assert (record.call, record.blamed) == (1, blamed)
+    assert "another rank has called abort: expert parallel rank 1" in record.phase
+    (incident,) = merge.merge(tmp_path)["incidents"]
+    assert incident["ranks"] == [2]
 
 
 def test_nothing_is_written_while_nothing_has_stopped(

@@ -209,8 +209,11 @@ class Layer:
                     return f"{name} of rank {it.rank} is {it.buffers[name]}, not {right}"
         return ""
 
-    def run(self, library: ctypes.CDLL, direction: str, planted: str = "") -> str:
-        """Why the direction stopped, or ""; planted: one of PLANTED."""
+    def run(
+        self, library: ctypes.CDLL, direction: str, planted: str = "", absent: int | None = None
+    ) -> str:
+        """Why the direction stopped, or ""; planted: one of PLANTED; absent: a rank that makes no
+        call."""
         library.plant(PLANTED.index(planted) + 1 if planted else 0)
         ranks, most = len(self.tokens), self.most or max(self.tokens)
         numbers = (ctypes.c_int64(n) for n in (ranks, most, self.choices, self.hidden))
@@ -221,7 +224,8 @@ class Layer:
                 space[:4].view(torch.int32)[0] = EPOCH
         bases = _addresses(self.spaces)
         sizes, buffers, alive = [], [], []
-        for rank in self.ranks:
+        present = [rank for rank in self.ranks if rank.rank != absent]
+        for rank in present:
             of = vars(self) | vars(rank) | {"ranks": ranks, "most_tokens": most}
             of["experts"] = self.experts // ranks
             sizes.append((ctypes.c_int64 * len(SIZES))(*(int(of[name]) for name in SIZES)))
@@ -235,7 +239,7 @@ class Layer:
             buffers.append((ctypes.c_void_p * len(BUFFERS))(*map(pointers.get, BUFFERS)))
             alive.append(lists)
         found: bytes = getattr(library, direction)(
-            ctypes.c_int64(ranks),
+            ctypes.c_int64(len(present)),
             (ctypes.c_void_p * ranks)(*map(ctypes.addressof, sizes)),
             (ctypes.c_void_p * ranks)(*map(ctypes.addressof, buffers)),
             ctypes.c_int64(self.order),

@@ -194,7 +194,17 @@ LOST = {
         f"{_ADDED} if (token == 0 && i == 0) {{ {_ADDED} }}",
     ),
 }
-PLANTED = (*FAULTS, *LOST)
+# A rank that stops where it should tell that a row is home, and has said so.
+STOPS = {
+    "a-rank-stops-before-an-arrival": (
+        "sm90/direction.cuh",
+        "send_arrival(reinterpret_cast<Arrival*>(space + group.at.arrived) + inside, "
+        "epoch(p), sum);",
+        "store_relaxed_system(&reinterpret_cast<Control*>(space + group.at.control)->abort, "
+        "uint32_t(Tag::kCombineHome) << 24 | group.rank << 12 | 5);",
+    )
+}
+PLANTED = (*FAULTS, *LOST, *STOPS)
 
 
 def compiler() -> str | None:
@@ -210,7 +220,7 @@ def sources(folder: pathlib.Path) -> pathlib.Path:
     for path in (*(copy / name for name in KERNELS), *(copy / "sm90").glob("*.cuh")):
         path.write_text(_for_the_host(path.read_text()))
     places: dict[tuple[str, str], str] = {}
-    for number, (name, right, wrong) in enumerate((FAULTS | LOST).values(), start=1):
+    for number, (name, right, wrong) in enumerate((FAULTS | LOST | STOPS).values(), start=1):
         places.setdefault((name, right), "")
         places[name, right] += f"if (emulated::planted == {number}) {{ {wrong} }} else "
     for (name, right), planted in places.items():

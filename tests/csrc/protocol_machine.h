@@ -71,14 +71,18 @@ public:
     }
   }
 
-  // Nobody can go. A rank whose waits have deadlines ends; false: it hangs.
+  // Nobody can go. A rank whose waits have deadlines ends, and tells the
+  // others; false: it hangs.
   bool expire() {
     for (int r = 0; r < s.ranks && s.may_expire; ++r) {
       if (phase(r) >= kFinished)
         continue;
       if (phase(r) == kGather && s.seed == kNoDeadline)
         return false;
-      return set(phase(r), kExpired);
+      for (int p = 0; p < s.ranks; ++p)
+        if (phase(p) == kExpired)
+          wrong("a rank waits out its own limit after another's", r);
+      return stop(r, kExpired);
     }
     return false;
   }
@@ -123,6 +127,13 @@ private:
     }
   }
 
+  // Whoever was told passes it on.
+  bool stop(int r, Phase how) {
+    for (int p = 0; p < s.ranks; ++p)
+      told(p) |= how == kAborted || s.seed != kAbortNotTold;
+    return set(phase(r), how);
+  }
+
   bool send(int r, int p) {
     const Word bit = 1u << p;
     if (phase(r) != kSend || (sent(r) & bit))
@@ -152,7 +163,7 @@ private:
     const int g = generation(r), at = s.seed == kWrongGeneration ? 1 - g : g;
     const Word seen = start_epoch(r, at, p);
     if (epoch(seen) != epoch(now(r)))
-      return false;
+      return told(r) && stop(r, kAborted);
     read(start(r, at, p), r, "gather reads a start that is not this call's");
     return set(begun(r), begun(r) | bit);
   }
@@ -309,8 +320,10 @@ private:
       a.token = 0;
       return set(a.multiplied, a.multiplied + 1);
     }
-    if (quiet || !may_combine(r, t))
+    if (quiet)
       return false;
+    if (!may_combine(r, t))
+      return phase(r) == kAborted;
     ++combined(r, t);
     return set(a.token, a.token + 1);
   }
@@ -330,8 +343,11 @@ private:
         continue;
       }
       const Word seen = arrived(r, piece.at);
-      if (s.seed == kAnyArrival ? seen == 0 : epoch(seen) != epoch(now(r)))
+      if (s.seed == kAnyArrival ? seen == 0 : epoch(seen) != epoch(now(r))) {
+        if (told(r) && s.seed != kAbortNotPolled)
+          stop(r, kAborted);
         return false;
+      }
     }
     if (s.shared && block(r, w.blocks() + t / mok::kRowTile).done1 < s.n1)
       return false;

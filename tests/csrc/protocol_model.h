@@ -19,7 +19,8 @@
 //
 // What must hold: no agent is left blocked; a cell is read only while it holds
 // this call's bytes; products and pushes start after what they read is there;
-// each token is combined once.
+// each token is combined once; after one rank's limit has passed, no other
+// waits out its own.
 #pragma once
 
 #include <algorithm>
@@ -64,6 +65,8 @@ enum Seed : int {
            // reads
   kUncheckedStart, // gather does not compare the starts
   kNoDeadline,     // gather waits without a deadline
+  kAbortNotTold,   // a rank that expires tells nobody
+  kAbortNotPolled, // combine does not look whether it has been told
   kSeeds,
 };
 

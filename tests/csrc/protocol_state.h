@@ -14,7 +14,8 @@ enum Phase : Word {
   kGrid,
   kFinished,
   kDead,
-  kExpired
+  kExpired, // by a limit of its own
+  kAborted  // because another has expired
 };
 enum Stage : Word { kNothing, kIssued, kVisible }; // of rows that go home
 constexpr int kRing = 2;   // tiles that a CTA has taken and not announced
@@ -52,7 +53,7 @@ public:
       }
     }
     slots = s.most * s.choices;
-    grid = 9 + 4 * s.ranks + 2 * slots;
+    grid = 10 + 4 * s.ranks + 2 * slots;
     first_block = grid + 2 + 2 * (s.local + 1) + tokens_most;
     rank_words =
         first_block + blocks_most * words<Block>() + s.ctas * words<Cta>();
@@ -139,9 +140,10 @@ protected:
   Word &running(int r) { return of(r)[4]; }
   Word &x(int r, int g) { return of(r)[5 + g]; }
   Word &choices(int r, int g) { return of(r)[7 + g]; }
-  Word &start(int r, int g, int from) { return of(r)[9 + g * s.ranks + from]; }
+  Word &told(int r) { return of(r)[9]; } // that a rank has stopped
+  Word &start(int r, int g, int from) { return of(r)[10 + g * s.ranks + from]; }
   Word &start_epoch(int r, int g, int from) {
-    return of(r)[9 + (2 + g) * s.ranks + from];
+    return of(r)[10 + (2 + g) * s.ranks + from];
   }
   Word &home(int r, int slot) { return of(r)[grid - 2 * slots + slot]; }
   Word &arrived(int r, int slot) { return of(r)[grid - slots + slot]; }

@@ -134,6 +134,42 @@ def test_a_schedule_that_has_changed_since_forward_is_found(
         assert it.ranks[0].buffers[result].isnan().all()
 
 
+START, COMBINE_HOME = 18, 19  # Tag in csrc/check.h
+
+
+def told(it: Layer) -> list[tuple[int, int, int]]:
+    """tag, rank and thread of what each rank has been told."""
+    words = [int(space[8:12].view(torch.int32)) for space in it.spaces]
+    return [(word >> 24, word >> 12 & 0xFFF, word & 0xFFF) for word in words]
+
+
+def test_a_rank_that_has_waited_for_another_in_vain_stops_all(kernels: ctypes.CDLL) -> None:
+    """The first whose limit passes tells all; then nobody waits as long, in later calls either."""
+    it = of(4)
+    why = it.run(kernels, "forward", absent=2)
+    assert "gather waited for the start of the call" in why
+    tag, caller, thread = told(it)[0]
+    assert (tag, thread) == (START, 2)
+    assert caller in (0, 1, 3)
+    assert told(it) == [(tag, caller, thread)] * 4
+    for order in range(3):
+        it.order = order
+        assert "another rank has called abort" in it.run(kernels, "forward", absent=2)
+        assert told(it) == [(tag, caller, thread)] * 4  # who passes it on changes nothing
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_combine_stops_when_another_rank_has(kernels: ctypes.CDLL, direction: str) -> None:
+    it = of(2)
+    if direction == "backward":
+        assert it.run(kernels, "forward") == ""
+    why = it.run(kernels, direction, "a-rank-stops-before-an-arrival")
+    assert "another rank has called abort" in why
+    tag, caller, thread = told(it)[0]
+    assert (tag, thread) == (COMBINE_HOME, 5)
+    assert told(it) == [(tag, caller, thread)] * 2
+
+
 REFUSED = {  # kind in exchange_arguments.h, rank, value, wanted
     "another-layer": (1, 1, 8, 7),
     "tokens-above-the-limit": (6, 1, 130, 100),

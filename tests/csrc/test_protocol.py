@@ -52,6 +52,7 @@ def test_drawn_orders_of_large_problems(protocol: Protocol) -> None:
 
 
 BLOCKED = "all are blocked"
+LATE = "waits out its own limit"
 SEEDS = {
     "kNoStartWait": "not this call's",
     "kDroppedStart": BLOCKED,
@@ -77,6 +78,8 @@ SEEDS = {
     "kNoRows": "rows that are not there",
     "kUncheckedStart": f"not this call's|{BLOCKED}",
     "kNoDeadline": BLOCKED,
+    "kAbortNotTold": LATE,
+    "kAbortNotPolled": LATE,
 }
 
 
