@@ -245,7 +245,7 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
   const int least = draw() % 2 == 0 ? most : schedule; // with laps, or without
   const int capacity =
       fits ? least + static_cast<int>(draw() % 2) * 128 : most - 128;
-  const int room = max(capacity - static_cast<int>(draw() % 3) * 128, 128);
+  const int room = max(capacity - static_cast<int>(draw() % 3) * 128, 0);
   bool right = true;
   for (int rank = 0; rank < ranks && right; ++rank) {
     const int tokens =
@@ -264,7 +264,7 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
                                    .slots = slots},
                          .tokens = tokens,
                          .rows = room,
-                         .capacity = max(room, capacity),
+                         .capacity = capacity,
                          .refused = nullptr,
                          .record = &fault};
     a.route.row_start = row_start.data();
@@ -330,7 +330,7 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
                                       mok::ExchangeFaultKind::kBudget),
                                   .rank = loaded,
                                   .value = most,
-                                  .wanted = max(room, capacity),
+                                  .wanted = capacity,
                                   .balanced = slots};
     right = right && fault.kind == wanted.kind && fault.rank == wanted.rank;
     right =

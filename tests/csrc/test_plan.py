@@ -343,8 +343,8 @@ SEEDS = {
         check_order,
     ),
     "a lap of one row tile too many": (
-        "while (expert < s.experts && s.start[expert + 1] - row <= s.capacity)",
-        "while (expert < s.experts && s.start[expert + 1] - row <= s.capacity + kRowTile)",
+        "s.start[expert + 1] - row <= room) ++expert;",
+        "s.start[expert + 1] - row <= room + kRowTile) ++expert;",
         check_visits,
     ),
 }
