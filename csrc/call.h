@@ -215,7 +215,7 @@ struct Schedule {
 
   int64_t words() const { return mok::direction_words(rows, capacity, most, tokens, experts); }
 
-  static constexpr int64_t kMostLaps = 120;  // half of what a tile's byte can count
+  static constexpr int64_t kMostLaps = 120;  // two for each, and two more, fit a tile's byte
 };
 
 inline Schedule check_choices(const Tensor& expert, const Tensor& prob, int64_t experts,

@@ -14,10 +14,14 @@ __global__ void __launch_bounds__(kPlanThreads)
     for (int i = threadIdx.x - 32; i < at.lap_count; i += kPlanThreads - 32) words[i] = 0;
     return;
   }
-  Lap* const laps = reinterpret_cast<Lap*>(words + at.lap);
-  if (lane == 0) words[at.lap_count] = find_laps(shape, laps);
+  __shared__ Lap laps[kMostLaps + 1];
+  const int count = __shfl_sync(~0u, lane == 0 ? find_laps(shape, laps) : 0, 0);
   __syncwarp();
-  const int segments = laps[words[at.lap_count]].segment;
+  for (int lap = lane; lap <= count; lap += 32) {
+    reinterpret_cast<Lap*>(words + at.lap)[lap] = laps[lap];
+  }
+  if (lane == 0) words[at.lap_count] = count;
+  const int segments = laps[count].segment;
   int before = 0;
   for (int base = 0; base < segments + 4; base += 32) {
     const int index = base + lane;
