@@ -69,6 +69,7 @@
 // workspace has the same barrier before it: no rank may still push.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "device/schedule.cuh"  // MOK_HOST_DEVICE
@@ -94,10 +95,20 @@ struct Start {
 };
 static_assert(sizeof(Start) == 32);
 
-struct Control {
-  uint32_t epoch;      // of the last call that was published
-  uint32_t published;  // CTAs of publish that are done; 0 between calls
+// What a rank waits for of others, where nothing hides it.
+enum Wait : int {
+  kWaitStart,  // gather: their calls
+  kWaitRows,   // load: rows for its next tile
+  kWaitHome,   // combine: rows that come home
+  kWaits,
 };
+
+struct Control {
+  uint32_t epoch;                          // of the last call that was published
+  uint32_t published;                      // CTAs of publish that are done; 0 between calls
+  alignas(16) uint64_t waited_ns[kWaits];  // of all calls; in a grid the mean of its CTAs' roles
+};
+static_assert(offsetof(Control, waited_ns) == 16);  // mok_megatron/backends/ranks.py
 
 struct Arrival {  // written and read as one word of 8 bytes
   uint32_t epoch;

@@ -4,8 +4,7 @@ Forward   route (count, prefix, place) and the order of work, then one persisten
           and SwiGLU, down, combine
 Backward  the order of work, then one persistent grid: rows in, gradient of down and SwiGLU,
           gradient of up, weight gradients, combine
-Several ranks open a call with two kernels more: publish what the others need in the workspace that
-they share (workspace.py), gather all ranks' choices (csrc/workspace.h has the protocol). Every rank
+Several ranks open a call with two kernels more, publish and gather (csrc/workspace.h). Every rank
 then knows the whole schedule; rows come from their ranks and go home inside the grid.
 The shared expert's products are tiles of the same grids, over the tokens themselves, and come
 first: they need no rows. Rounding and order are the reference's (reference.py), and no atomic
@@ -114,6 +113,7 @@ class CudaBackend:
         self._places_watch = Watch()
         self._places: _Places | None = None  # the last ones, while they are watched
         self._ranks = Ranks(shape, group, device, given=given, **limits)
+        self.take_waits = self._ranks.take_waits
         self._found = faults.record()
         self.check()
 
