@@ -120,12 +120,14 @@ inline int64_t capacity(int64_t slots, int64_t experts) {
 // The schedule as route writes it, in one tensor of bytes; see layer_arguments.h.
 struct Schedule {
   int64_t tokens = {}, choices = {}, experts = {}, rows = {};
+  int64_t most = {};  // rows of any routing
   int64_t row_start = {}, row_count = {}, shared_start = {}, shared_count = {};
   int64_t faulty = {}, census = {}, row = {}, slot = {}, prob = {}, epoch = {}, bytes = {};
 
-  // Of several ranks: the own tokens, the own experts, and R, which is 0 for one rank: room for any
-  // routing.
-  static Schedule of(int64_t tokens, int64_t choices, int64_t experts, int64_t rows = 0) {
+  // Of several ranks: the own tokens, the own experts, R, and the most tokens of all ranks; the
+  // last two are 0 for one rank, whose R is room for any routing.
+  static Schedule of(int64_t tokens, int64_t choices, int64_t experts, int64_t rows = 0,
+                     int64_t all_tokens = 0) {
     STD_TORCH_CHECK(experts > 0 && experts <= mok::kMaxExperts,
                     "mok: there may be 1 to ",
                     mok::kMaxExperts,
@@ -153,6 +155,16 @@ struct Schedule {
                .choices = choices,
                .experts = experts,
                .rows = rows > 0 ? rows : capacity(slots, experts)};
+    s.most =
+        rows > 0 ? capacity(all_tokens * (choices < experts ? choices : experts), experts) : s.rows;
+    STD_TORCH_CHECK(s.most / s.rows < kMostLaps,
+                    "mok: rows of any routing must be fewer than ",
+                    kMostLaps,
+                    " times what buffers hold, got ",
+                    s.most,
+                    " and ",
+                    s.rows,
+                    "; raise --mok-row-budget");
     s.row_start = room.take_words(experts + 1);
     s.row_count = room.take_words(experts);
     s.shared_start = room.take_words(2);
@@ -160,8 +172,8 @@ struct Schedule {
     s.faulty = room.take_words(1);
     s.census = room.take(sizeof(mok::Census));
     s.row = room.take_words(slots);
-    s.slot = room.take_words(s.rows);
-    s.prob = room.take_words(s.rows);
+    s.slot = room.take_words(s.most);
+    s.prob = room.take_words(s.most);
     if (rows > 0) s.epoch = room.take_words(1);
     s.bytes = room.bytes();
     return s;
@@ -184,14 +196,20 @@ struct Schedule {
             .tokens = static_cast<int32_t>(tokens),
             .choices = static_cast<int32_t>(choices),
             .experts = static_cast<int32_t>(experts),
-            .rows = static_cast<int32_t>(rows)};
+            .rows = static_cast<int32_t>(rows),
+            .most = static_cast<int32_t>(most)};
   }
+
+  int64_t words() const { return mok::direction_words(rows, most, tokens, experts); }
+
+  static constexpr int64_t kMostLaps = 120;  // half of what a tile's byte can count
 };
 
 inline Schedule check_choices(const Tensor& expert, const Tensor& prob, int64_t experts,
-                              int64_t rows = 0) {
+                              const Group& g = {}) {
   check_tensor(expert, "expert", ScalarType::Int, {-1, -1});
-  const Schedule s = Schedule::of(expert.size(0), expert.size(1), experts, rows);
+  const Schedule s =
+      Schedule::of(expert.size(0), expert.size(1), experts, g.rows, g.ranks * g.tokens);
   check_tensor(prob, "prob", ScalarType::Float, {s.tokens, s.choices});
   return s;
 }
@@ -297,7 +315,7 @@ inline void open_forward(const Group& g, const Schedule& s, const Opening& o,
                       .admitted_start = nullptr,
                       .admitted_count = nullptr,
                       .admitted_faulty = nullptr,
-                      .patience = g.patience * kCyclesPerSecond,
+                      .patience_ns = g.patience * kNanosecondsPerSecond,
                       .record = mok::exchange_fault_record(),
                       .fault = mok::fault_record(),
                       .ctas = ctas,
@@ -352,7 +370,7 @@ inline mok::Routing open_backward(const Group& g, const Schedule& s, const Openi
                       .admitted_start = inside<int32_t>(scratch, o.start),
                       .admitted_count = inside<int32_t>(scratch, o.count),
                       .admitted_faulty = inside<int32_t>(scratch, o.faulty),
-                      .patience = g.patience * kCyclesPerSecond,
+                      .patience_ns = g.patience * kNanosecondsPerSecond,
                       .record = mok::exchange_fault_record(),
                       .fault = mok::fault_record(),
                       .ctas = ctas,
@@ -380,7 +398,7 @@ inline void open_refused(const Group& g, int64_t direction, int64_t choices, int
   mok::GatherArguments gather{};
   gather.peers = peers;
   gather.limit = limit;
-  gather.patience = g.patience * kCyclesPerSecond;
+  gather.patience_ns = g.patience * kNanosecondsPerSecond;
   gather.record = nullptr;  // the caller has an error of its own to raise
   gather.fault = mok::fault_record();
   gather.ctas = 1;

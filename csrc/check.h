@@ -1,8 +1,9 @@
 // What happens when something that must hold does not.
 //
-// On the device every wait has a deadline and a tag. When it passes, the first thread to notice
-// writes one record into pinned host memory and traps: the launch fails with an error, it never
-// hangs. The record outlives the dead context, so the next call can say which wait it was.
+// On the device every wait has a deadline, in real time, and a tag. When it passes, the first
+// thread to notice writes one record into pinned host memory and traps: the launch fails with an
+// error, it never hangs. The record outlives the dead context, so the next call can say which wait
+// it was.
 //
 // Kernels of several ranks wait as long as their host says (--mok-deadline; gather, for a rank that
 // comes late to a call, as long as the group's own time limit), all others kDeadlineSeconds and a
@@ -36,6 +37,7 @@ enum class Tag : uint32_t {
   kCombineHome,     // combine waits for a row from another rank
   kWrongTable,      // a table of tensor maps is of other matrices than the call says
   kRowsOutOfRange,  // row_start / row_count name rows outside the buffers, or not 128-aligned
+  kMoveLap,         // move waits for the last readers of the rows before
   kEndCounts,       // the end of a CTA waits for what its warps have counted
 };
 
@@ -77,6 +79,8 @@ inline const char* describe(Tag tag) {
       return "the mover waited for the rows of a block that go home";
     case Tag::kPushSums:
       return "the mover waited for the sums of a probability's gradient that go home";
+    case Tag::kMoveLap:
+      return "the mover waited for the lap before its rows";
     case Tag::kEndCounts:
       return "the end of a CTA waited for what its warps have counted";
     case Tag::kStart:
@@ -103,24 +107,23 @@ struct Fault {
 // Process-wide record, pinned and mapped; null only before the first launch.
 Fault* fault_record();
 
-constexpr int64_t kCyclesPerSecond = 2'000'000'000;  // at most: seconds are never shorter than said
+constexpr int64_t kNanosecondsPerSecond = 1'000'000'000;
 constexpr int32_t kDeadlineSeconds = 10;  // a healthy wait inside a rank takes microseconds
 
 #ifdef __CUDACC__
-// In cycles. A wait for another rank expires first: those of the own rank that hang on it have a
-// quarter more.
+// A wait for another rank expires first: those of the own rank that hang on it have a quarter more.
 struct Deadline {
-  int64_t other, own;
+  int64_t other_ns, own_ns;
 };
 constexpr Deadline deadline_of(int32_t seconds) {
-  return {seconds * kCyclesPerSecond, seconds * kCyclesPerSecond / 4 * 5};
+  return {seconds * kNanosecondsPerSecond, seconds * kNanosecondsPerSecond / 4 * 5};
 }
 // Of the kernels of one file, on each device; set_deadline sets it, before the first launch.
-[[maybe_unused]] static __constant__ Deadline wait_cycles = deadline_of(kDeadlineSeconds);
+[[maybe_unused]] static __constant__ Deadline wait_limit = deadline_of(kDeadlineSeconds);
 
 [[maybe_unused]] static cudaError_t set_deadline(int32_t seconds) {
   const Deadline deadline = deadline_of(seconds);
-  return cudaMemcpyToSymbol(wait_cycles, &deadline, sizeof(deadline));
+  return cudaMemcpyToSymbol(wait_limit, &deadline, sizeof(deadline));
 }
 #endif
 

@@ -27,6 +27,7 @@ struct Routing {
   int32_t choices = {};
   int32_t experts = {};
   int32_t rows = {};  // R
+  int32_t most = {};  // rows of any routing; of one rank R
 };
 
 struct Sizes {
@@ -48,8 +49,9 @@ struct DirectionLaunch {
   void* stream = {};
 };
 
-// Of a group of several ranks T is this rank's, E its own experts, and R the budget; x and dy of
-// the routed rows come from the ranks' workspaces.
+// Of a group of several ranks T is this rank's, E its own experts, and R the budget, which rows
+// beyond it pass through in laps (device/plan.cuh); x and dy of the routed rows come from the
+// ranks' workspaces.
 struct ForwardArguments {
   Routing routing = {};
   Peers peers = {};
@@ -75,7 +77,8 @@ struct BackwardArguments {
   Routing routing = {};
   Peers peers = {};
   Sizes sizes = {};
-  WeightTables weights = {};  // w1 for the gradient of up, w2 for that of down
+  WeightTables weights = {};       // w1 for the gradient of up, w2 for that of down
+  const void* again_w1 = nullptr;  // of several ranks: forward's w1, for later laps
   GradientTables gradients = {};
   DirectionLaunch launch = {};
   const void *x = nullptr, *dy = nullptr;  // [T, H]
@@ -88,8 +91,8 @@ struct BackwardArguments {
   float* d_prob_TK = {};  // [T, K]
 };
 
-// Words of int32 that either direction needs.
-int64_t direction_words(int64_t rows, int64_t tokens, int64_t experts);
+// Words of int32 that either direction needs. rows: R; most: rows of any routing.
+int64_t direction_words(int64_t rows, int64_t most, int64_t tokens, int64_t experts);
 
 // Loads what calls of several ranks launch: a kernel that loads at its first launch may wait for
 // one that runs, and that one for another rank.

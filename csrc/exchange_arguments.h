@@ -29,7 +29,7 @@ enum class ExchangeFaultKind : int32_t {
   kRows = 4,
   kSettings = 5,
   kTokens = 6,   // rank has `value` tokens, `wanted` is the limit; below 0: it refuses the call
-  kBudget = 7,   // rank would get `value` rows, `wanted` is the budget
+  kBudget = 7,   // an expert of rank would get `value` rows, buffers hold `wanted`
   kCounted = 8,  // and on: a Count of device/census.cuh is `value`, `wanted` is planned
 };
 struct ExchangeFault {
@@ -70,7 +70,7 @@ struct GatherArguments {
   int32_t experts;                        // L
   const int32_t *start, *count, *faulty;  // [L + 1], [L], [1]; or null
   int32_t *admitted_start, *admitted_count, *admitted_faulty;
-  int64_t patience;  // cycles that a rank may come later than this one
+  int64_t patience_ns;  // that a rank may come later than this one
   ExchangeFault* record;
   Fault* fault;
   int32_t ctas;
@@ -79,7 +79,7 @@ struct GatherArguments {
 
 // The part of all ranks' schedule that one keeps. route.tokens is P · Tmax and route.experts E;
 // what route names of a schedule (row_start and on) is the own rank's, counted from its first row:
-// row_start [L + 1], row_count [L], row_TK [T, K], slot_R and prob_R [R].
+// row_start [L + 1], row_count [L], row_TK [T, K], slot_R and prob_R [rows of any routing].
 struct ViewArguments {
   RouteArguments route;
   Peers peers;
@@ -89,7 +89,7 @@ struct ViewArguments {
   ExchangeFault* record;
 };
 
-// row_TK of a row that another rank computes.
+// row_TK of a row that another rank computes, or that comes home as if.
 constexpr int32_t kElsewhere = -2;
 
 // Each throws std::runtime_error when CUDA refuses.

@@ -43,10 +43,11 @@ Tensor route(const Tensor& expert, const Tensor& prob, int64_t experts) {
 }
 
 // Where its parts are, in words: row_start, row_count, shared_start, shared_count, faulty, row,
-// slot, prob; then R, and the words of all. rows: R of a group of several ranks, or 0.
-std::vector<int64_t> schedule_words(int64_t tokens, int64_t choices, int64_t experts,
-                                    int64_t rows) {
-  const Schedule s = Schedule::of(tokens, choices, experts, rows);
+// slot, prob; then R, the rows of any routing, and the words of all. rows: R of a group of several
+// ranks, whose tokens are at most `all_tokens`, or 0.
+std::vector<int64_t> schedule_words(int64_t tokens, int64_t choices, int64_t experts, int64_t rows,
+                                    int64_t all_tokens) {
+  const Schedule s = Schedule::of(tokens, choices, experts, rows, all_tokens);
   return {s.row_start / 4,
           s.row_count / 4,
           s.shared_start / 4,
@@ -56,30 +57,34 @@ std::vector<int64_t> schedule_words(int64_t tokens, int64_t choices, int64_t exp
           s.slot / 4,
           s.prob / 4,
           s.rows,
+          s.most,
           s.bytes / 4};
 }
 
 // Tables of tensor maps, one behind the other in one tensor: of w1, w2, and with a shared expert of
-// its two. `there`: bit i says whether the i-th has records. Few arguments, since torch takes as
-// long for each tensor of a list as a launch does for a parameter.
+// its two; last, where `again` asks for it, of w1 as forward has it. `there`: bit i says whether
+// the i-th has records. Few arguments, since torch takes as long for each tensor of a list as a
+// launch does for a parameter.
 mok::WeightTables tables_of(const Tensor& tables, const char* name, int64_t experts, bool shared,
-                            int64_t there = 15) {
-  const int64_t count[4] = {experts + 1, experts + 1, shared ? 2 : 0, shared ? 2 : 0};
-  int64_t start[5] = {};
-  for (int i = 0; i < 4; ++i) start[i + 1] = start[i] + (there >> i & 1 ? count[i] : 0);
-  check_tensor(tables, name, ScalarType::Byte, {start[4], mok::kTensorMapBytes}, 128);
+                            int64_t there = 15, const void** again = nullptr) {
+  const int64_t count[5] = {experts + 1, experts + 1, shared ? 2 : 0, shared ? 2 : 0, experts + 1};
+  there = (there & 15) | (again != nullptr ? 16 : 0);
+  int64_t start[6] = {};
+  for (int i = 0; i < 5; ++i) start[i + 1] = start[i] + (there >> i & 1 ? count[i] : 0);
+  check_tensor(tables, name, ScalarType::Byte, {start[5], mok::kTensorMapBytes}, 128);
   const auto* const records = static_cast<const uint8_t*>(tables.const_data_ptr());
-  const void* table[4];
-  for (int i = 0; i < 4; ++i) {
+  const void* table[5];
+  for (int i = 0; i < 5; ++i) {
     table[i] = start[i] < start[i + 1] ? records + start[i] * mok::kTensorMapBytes : nullptr;
   }
+  if (again != nullptr) *again = table[4];
   return {.w1 = table[0], .w2 = table[1], .shared_w1 = table[2], .shared_w2 = table[3]};
 }
 
-// A table's last record says what the others are.
-int64_t experts_of(const Tensor& tables, bool shared) {
+// A table's last record says what the others are. routed: how many tables there are of the routed.
+int64_t experts_of(const Tensor& tables, bool shared, int64_t routed = 2) {
   STD_TORCH_CHECK(tables.dim() == 2, "mok: weights must be tables, got ", shape_of(tables));
-  return (tables.size(0) - (shared ? 4 : 0)) / 2 - 1;
+  return (tables.size(0) - (shared ? 4 : 0)) / routed - 1;
 }
 
 int32_t check_width(int64_t width, const char* name) {
@@ -138,7 +143,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& expert, const 
                                    const std::vector<int64_t>& numbers) {
   const bool shared = shared_width != 0;
   const Group g = Group::of(bases, numbers);
-  const Schedule s = check_choices(expert, prob, experts_of(weights, shared), g.rows);
+  const Schedule s = check_choices(expert, prob, experts_of(weights, shared), g);
   check_tensor(x, "x", ScalarType::BFloat16, {s.tokens, -1}, 16);
   mok::ForwardArguments arguments{.sizes = check_sizes(x, width, shared_width),
                                   .weights = tables_of(weights, "weights", s.experts, shared)};
@@ -148,8 +153,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& expert, const 
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
-  const int64_t words = room.take_words(mok::direction_words(s.rows, s.tokens, s.experts)),
-                rows = room.take_bf16(s.rows, hidden), activation = room.take_bf16(s.rows, width),
+  const int64_t words = room.take_words(s.words()), rows = room.take_bf16(s.rows, hidden),
+                activation = room.take_bf16(s.rows, width),
                 shared_activation = room.take_bf16(s.tokens, shared_width),
                 shared_y = room.take_bf16(shared ? s.tokens : 0, hidden);
   const int64_t slots = s.tokens * s.choices;
@@ -191,7 +196,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& expert, const 
 
 // dx, dprob, and, if asked for, what weight gradients outside read: x rows, dy rows, d_gate_up,
 // activation; with a shared expert its d_gate_up and activation. kept: forward's. gradients: tables
-// in the order of weights, of those groups that `wanted` has a bit for.
+// in the order of weights, of those groups that `wanted` has a bit for. weights of several ranks
+// end with w1 as forward has it.
 std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
     const Tensor& x, const Tensor& dy, const Tensor& kept, const Tensor& weights,
     const Tensor& gradients, int64_t wanted, int64_t choices, int64_t width, int64_t shared_width,
@@ -200,16 +206,21 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
   const bool shared = shared_width != 0;
   const Group g = Group::of(bases, numbers);
   check_tensor(x, "x", ScalarType::BFloat16, {-1, -1}, 16);
-  const Schedule s = Schedule::of(x.size(0), choices, experts_of(weights, shared), g.rows);
+  const int64_t experts = experts_of(weights, shared, g.several() ? 3 : 2);
+  const Schedule s = Schedule::of(x.size(0), choices, experts, g.rows, g.ranks * g.tokens);
   check_tensor(dy, "dy", ScalarType::BFloat16, {s.tokens, x.size(1)}, 16);
   const mok::Sizes sizes = check_sizes(x, width, shared_width);
   const Kept at = Kept::of(s, width, shared_width);
   check_tensor(kept, "kept", ScalarType::Byte, {at.bytes}, 16);
   const mok::WeightTables into = tables_of(gradients, "gradients", s.experts, shared, wanted);
+  STD_TORCH_CHECK(!(outside && g.several()),
+                  "mok: with several ranks the kernel itself must write all weight gradients, got "
+                  "some to be written outside; give them one dtype");
+  const void* again = nullptr;
   mok::BackwardArguments arguments{
       .routing = s.routing(kept),
       .sizes = sizes,
-      .weights = tables_of(weights, "weights", s.experts, shared),
+      .weights = tables_of(weights, "weights", experts, shared, 15, g.several() ? &again : nullptr),
       .gradients = {.w1 = into.w1,
                     .w2 = into.w2,
                     .shared_w1 = into.shared_w1,
@@ -223,7 +234,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 
   Room room;
-  const int64_t words = room.take_words(mok::direction_words(s.rows, s.tokens, s.experts)),
+  const int64_t words = room.take_words(s.words()),
                 parts = room.take_words(s.rows * (width / mok::kPartColumns)),
                 dx_rows = room.take_bf16(s.rows, hidden),
                 shared_dx = room.take_bf16(shared ? s.tokens : 0, hidden);
@@ -265,6 +276,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
   arguments.x = x.const_data_ptr();
   arguments.dy = dy.const_data_ptr();
   arguments.gate_up = inside(kept, at.gate_up);
+  arguments.again_w1 = again;
   arguments.parts = inside<float>(scratch, parts);
   arguments.dx_rows = inside(scratch, dx_rows);
   arguments.dx = dx.mutable_data_ptr();
@@ -400,7 +412,9 @@ std::vector<int64_t> stopped() {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("route(Tensor expert, Tensor prob, int experts) -> Tensor");
-  m.def("schedule_words(int tokens, int choices, int experts, int rows=0) -> int[]");
+  m.def(
+      "schedule_words(int tokens, int choices, int experts, int rows=0, int all_tokens=0) -> "
+      "int[]");
   m.def(
       "forward(Tensor x, Tensor expert, Tensor prob, Tensor weights, int width, "
       "int shared_width, int ctas=0, int ahead=0, Tensor? bases=None, int[] group=[]) -> (Tensor, "

@@ -25,11 +25,13 @@
 //   gather   waits until start[g][p].epoch == n for all p (ld.acquire.sys); compares all entries
 //            with most ranks', so that all find the same fault; copies expert and prob of all
 //   route    over P · Tmax tokens and all experts: every rank knows the whole schedule, and keeps
-//            its experts' rows and its tokens' slots; over budget: a fault, the same on all ranks
+//            its experts' rows and its tokens' slots; an expert over budget: a fault, the same on
+//            all
 //   grid     movers pull rows of x (dy) from their ranks, tell `ready`; once a block's rows are
 //            done (`done1`, and `sums` in backward), push each row whose token is another rank's:
 //            home[slot] there, wait until it has arrived, fence.sys, arrived[slot] there =
-//            {n, gradient of prob} (st.relaxed.sys, 8 bytes at once). combine reads a row of the
+//            {n, gradient of prob} (st.relaxed.sys, 8 bytes at once). Where the rows of a rank do
+//            not fit at once, all go home, to its own tokens too. combine reads a row of the
 //            own experts where it lies after done1, another in home after arrived[slot].epoch == n
 //            (ld.acquire.sys)
 // After a fault that gather or route finds there are no rows, hence no pulls, pushes or waits; the

@@ -45,8 +45,8 @@ class MokConfig:
     """backend: what computes the layers, one of BACKENDS; see `mok_megatron.backends.choose`.
     max_tokens: the most tokens that a rank brings to a call of the cuda backend where ranks share a
     workspace; None: `mok_megatron.limits.max_tokens` finds it.
-    row_budget: rows that a rank's buffers hold there, as a multiple of its share of a balanced
-    routing; see `mok_megatron.limits.row_capacity`.
+    row_budget: rows that a rank's buffers hold there at once, as a multiple of its share of a
+    balanced routing; see `mok_megatron.limits.row_capacity`.
     deadline: seconds that a call waits there for another rank before it ends the process.
 
     Raises ValueError for any other value.

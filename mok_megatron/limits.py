@@ -47,18 +47,24 @@ def max_tokens(given: int | None, arguments: Any, first_call: int) -> tuple[int,
 
 def row_capacity(tokens: int, top_k: int, ranks: int, local_experts: int, budget: float) -> int:
     """R: budget x the rows of a balanced routing, but no more than any routing can bring; with room
-    for the padding that starts each expert's rows at a row tile."""
+    for the padding that starts each expert's rows at a row tile. At least what one expert can get:
+    rows beyond R take the buffers in turn, expert by expert."""
     most = ranks * tokens * min(top_k, local_experts)
     rows = min(math.ceil(budget * tokens * top_k), most)
     padded = rows + (ROW_TILE - 1) * min(rows, local_experts)
-    return max(padded // ROW_TILE * ROW_TILE, ROW_TILE)
+    return max(padded // ROW_TILE, math.ceil(ranks * tokens / ROW_TILE), 1) * ROW_TILE
 
 
-def context_bytes(ffn: int, shared_ffn: int, top_k: int, tokens: int, rows: int) -> int:
+def most_rows(tokens: int, top_k: int, ranks: int, local_experts: int) -> int:
+    """Rows of any routing, with their padding."""
+    return row_capacity(tokens, top_k, ranks, local_experts, ranks)
+
+
+def context_bytes(ffn: int, shared_ffn: int, top_k: int, tokens: int, rows: int, most: int) -> int:
     """What a forward keeps for its backward: g|u [R, 2F], the shared expert's [T, 2S], and the
-    schedule: row of each choice [T, K], slot and probability of each row [R]. Its input x [T, H] is
-    not counted: autograd keeps that for any dispatcher."""
-    return rows * (2 * 2 * ffn + 4 + 4) + tokens * 2 * 2 * shared_ffn + 4 * tokens * top_k
+    schedule: row of each choice [T, K], slot and probability of each row that a routing may bring
+    (most_rows). Its input x [T, H] is not counted: autograd keeps that for any dispatcher."""
+    return rows * 2 * 2 * ffn + 8 * most + tokens * 2 * 2 * shared_ffn + 4 * tokens * top_k
 
 
 def row_buffer_bytes(hidden: int, ffn: int, rows: int) -> int:

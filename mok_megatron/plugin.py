@@ -267,8 +267,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "row_budget": {
         "type": float,
         "metavar": "X",
-        "help": "Rows that a rank's buffers of the cuda backend hold with expert parallelism, as a "
-        "multiple of the balanced share; a routing that brings more is an error on all ranks.",
+        "help": "Rows that a rank's buffers of the cuda backend hold at once with expert "
+        "parallelism, as a multiple of the balanced share. More rows take them in turn, expert by "
+        "expert, with the same results, but time for waiting and for computing gate and up again.",
     },
     "deadline": {
         "type": int,

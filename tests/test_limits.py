@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 from mok_megatron.backends import cuda
-from mok_megatron.limits import Limits, max_tokens, row_capacity, tokens_fault
+from mok_megatron.limits import Limits, max_tokens, most_rows, row_capacity, tokens_fault
 
 ARGUMENTS = SimpleNamespace(
     seq_length=4096,
@@ -41,7 +41,11 @@ def test_rows_hold_the_budget_with_padding_and_no_more_than_any_routing() -> Non
         experts = min(local, wanted)
         padded = (experts - 1) * 128 + -(-(wanted - experts + 1) // 128) * 128
         assert rows >= padded
-        assert rows <= max(wanted + 127 * experts, 128)
+        one = -(-ranks * tokens // 128) * 128  # an expert's, which is never cut
+        assert one <= rows <= max(wanted + 127 * experts, one)
+        assert row_capacity(tokens, top_k, ranks, local, ranks) == most_rows(
+            tokens, top_k, ranks, local
+        )
     assert row_capacity(1000, 8, 8, 16, 1.25) == (10_000 + 127 * 16) // 128 * 128
     assert row_capacity(1000, 8, 8, 2, 100) == (8 * 2000 + 127 * 2) // 128 * 128
 

@@ -79,7 +79,7 @@ vllm 50179 | multicast missing | backends/test_workspace::test_two_groups_share_
 nccl 360 | handles of many containers | backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
 pytorch 84803 | peer copies return zeros | doctor/test_probes::test_a_pattern_that_changes_names_its_pair
 sglang 29942 | out of memory as invalid argument | backends/test_cuda::test_an_op_without_room_says_what_is_there test_peers::test_ranks_of_one_gpu_need_its_memory_together
-Megatron-LM 5288 | a budget drops tokens silently | backends/test_cuda_ep::test_too_many_rows_for_a_rank_is_a_fault_on_all backends/test_cuda_faults::test_no_optimizer_changes_a_parameter_after_a_fault
+Megatron-LM 5288 | a budget drops tokens silently | backends/test_cuda_ep::test_rows_beyond_the_budget_take_the_buffers_in_turn backends/test_cuda_faults::test_no_optimizer_changes_a_parameter_after_a_fault
 vllm-ascend 15014 | tokens above a limit are cut | backends/test_cuda_ep::test_more_tokens_than_the_limit_is_a_fault_on_all test_function::test_a_token_with_too_many_routes_is_refused_not_cut
 Megatron-Bridge 947 | imbalance unseen, memory creeps | test_observe::test_a_training_shows_its_layers test_soak::test_a_thousand_calls
 Megatron-LM 3999 | limit from global tokens | test_limits::test_the_flag_is_stronger_than_the_arguments_and_they_than_the_first_call
@@ -96,7 +96,7 @@ DeepGEMM 301 | processes race for a cache | -: nothing is compiled at run time
 Megatron-LM 6572 dtypes | unsupported dtypes fail late | test_config::test_refused backends/test_cuda::test_a_shape_outside_the_kernels_is_refused_before_anything_is_loaded
 Automodel 3422 | what an integration needs | test_boundaries::test_importing_the_package_brings_nothing_heavy test_parameters::test_modules_that_do_more_than_own_weights_are_refused
 mixture-of-kittens limits | T, EP and H of few values | backends/test_cuda_ep::test_any_number_of_ranks_gives_the_bytes_of_one backends/test_cuda_random::test_two_thousand_random_cases
-mixture-of-kittens overflow | bare trap at capacity | test_limits::test_rows_hold_the_budget_with_padding_and_no_more_than_any_routing backends/test_cuda_ep::test_too_many_rows_for_a_rank_is_a_fault_on_all
+mixture-of-kittens overflow | bare trap at capacity | test_limits::test_rows_hold_the_budget_with_padding_and_no_more_than_any_routing backends/test_cuda_ep::test_rows_beyond_the_budget_take_the_buffers_in_turn
 mixture-of-kittens ids | unchecked ids | backends/test_cuda_faults::test_a_bad_choice_poisons_its_call_and_is_raised_once backends/test_rules::test_all_ranks_raise_the_same_words
 mixture-of-kittens sm90 | registers spill | csrc/test_sass::test_no_kernel_has_local_memory csrc/test_sass::test_registers_are_given_and_taken
 flashinfer 3196 | no fused MoE with backward on Hopper | csrc/test_products::test_gpt_oss_extents backends/test_cuda_random::test_two_thousand_random_cases

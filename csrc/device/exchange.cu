@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
     start[threadIdx.x] =
         await_start(part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x,
                     epoch,
-                    a.patience,
+                    a.patience_ns,
                     a.fault);
   }
   __syncthreads();

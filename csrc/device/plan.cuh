@@ -12,6 +12,17 @@
 //
 // where forward has: first = up, rest = down; backward: first = gradient of down and SwiGLU, rest =
 // gradient of up, of w2, of w1.
+//
+// Laps. A rank of several may get more rows than its buffers hold. Its experts then take the
+// buffers in turn: a lap is as many whole experts, one after the other, as fit, and the plan is the
+// laps' plans one behind the other, with the shared expert in the first and combine in the last.
+// No move of a lap starts before the last reader of the lap before it is done (`steps`); all of a
+// lap's tiles wait for its moves, so that the order still holds what they wait for. Forward keeps
+// gate and up of the first lap alone; backward computes those of later laps again, in a pass of
+// their own before the first. Whole experts, so that no sum is cut: laps change no bit either.
+//
+// Rows have two numbers: in the schedule, where experts follow each other and counters, slots and
+// probabilities lie; and in the buffers, where a lap's first row is row 0 (Tile::base between).
 #pragma once
 
 #include "schedule.cuh"
@@ -19,8 +30,10 @@
 namespace mok {
 
 // A tile's `pass`: 0 to passes - 1 of a routed expert, `passes` for combine, passes + 1 and on of
-// the shared expert.
+// the shared expert, and behind those what a later lap computes again.
 constexpr int kMaxPasses = 4;  // of one kind of expert
+constexpr int kMoveRows = 4;   // that a move brings
+constexpr int kPushRows = 16;  // that go home together
 struct PassShape {
   int32_t m_tiles;  // of a weight gradient; 0: the expert's row tiles
   int32_t n_tiles;  // 0: nobody wants the pass
@@ -28,8 +41,8 @@ struct PassShape {
 };
 
 struct PlanShape {
-  PassShape routed[kMaxPasses], shared[kMaxPasses];
-  int32_t passes;   // of an expert
+  PassShape routed[kMaxPasses], shared[kMaxPasses], again;  // again: of laps behind the first
+  int32_t passes;                                           // of an expert
   int32_t experts;  // routed; the shared one is number `experts`
   int32_t ahead;
   int32_t tokens;
@@ -38,92 +51,180 @@ struct PlanShape {
   const int32_t* start;
   const int32_t* count;
   int32_t capacity;  // rows that the buffers hold
+  int32_t most;      // rows that any routing brings
+  int32_t laps;      // that those may take
 
-  MOK_HOST_DEVICE int segments() const { return passes * (experts + 1) + 1; }
   MOK_HOST_DEVICE int shared_blocks() const { return tiles_of(tokens, kRowTile); }
+  MOK_HOST_DEVICE int blocks() const { return most / kRowTile; }
 };
 
-struct Segment {
-  int32_t expert;
-  int32_t pass;  // passes: combine
-};
-
-MOK_HOST_DEVICE Segment segment_at(const PlanShape& s, int index) {
-  const int rest = s.passes - 1, ahead = s.ahead < s.experts ? s.ahead : s.experts;
-  if (index == 0) return {s.experts, 0};
-  index -= 1;
-  if (index < ahead) return {index, 0};
-  index -= ahead;
-  if (index < rest) return {s.experts, 1 + index};
-  index -= rest;
-  const int steady = s.experts - ahead;
-  if (index < steady * s.passes) {
-    const int step = index / s.passes, inside = index - step * s.passes;
-    return inside == 0 ? Segment{ahead + step, 0} : Segment{step, inside};
-  }
-  index -= steady * s.passes;
-  if (index < ahead * rest) return {steady + index / rest, 1 + index % rest};
-  return {s.experts, s.passes};
+// The most laps and segments of any routing. Two neighbouring laps hold more than the buffers do.
+MOK_HOST_DEVICE int most_laps(int64_t most, int64_t capacity) {
+  return most <= capacity ? 1 : static_cast<int>(2 * most / capacity) + 1;
+}
+MOK_HOST_DEVICE int64_t most_segments(int64_t experts, int64_t laps) {
+  return (kMaxPasses + 1) * experts + kMaxPasses + 1 + laps;
 }
 
-MOK_HOST_DEVICE int segment_tiles(const PlanShape& s, Segment segment) {
-  if (segment.pass == s.passes) return s.combine_tiles;
-  const bool shared = segment.expert == s.experts;
-  const PassShape& pass = (shared ? s.shared : s.routed)[segment.pass];
+struct alignas(16) Lap {
+  int32_t expert;   // its first; the last lap is followed by one of the experts' number
+  int32_t row;      // its first, in the schedule
+  int32_t segment;  // its first
+  int32_t steps;    // that are counted in the lap: groups of rows sent home, and weight tiles
+};
+
+// What a segment is; 16 bytes, as it is read at once.
+struct alignas(16) Segment {
+  int16_t expert;
+  uint8_t pass, lap;  // pass: as of tiles
+  int32_t row;        // the expert's first, in the schedule
+  int32_t valid;      // rows; negative: outside the contract
+  int32_t base;       // the lap's first row
+};
+static_assert(sizeof(Segment) == 16);
+
+MOK_HOST_DEVICE bool is_combine(const PlanShape& s, const Segment& g) { return g.pass == s.passes; }
+MOK_HOST_DEVICE bool is_shared(const PlanShape& s, const Segment& g) {
+  return g.expert == s.experts && !is_combine(s, g);
+}
+MOK_HOST_DEVICE int pass_again(const PlanShape& s) { return 2 * s.passes + 1; }
+MOK_HOST_DEVICE const PassShape& pass_of(const PlanShape& s, int pass) {
+  if (pass < s.passes) return s.routed[pass];
+  return pass == pass_again(s) ? s.again : s.shared[pass - s.passes - 1];
+}
+
+// Finds the laps of the experts' rows; laps: [most_laps + 1]. Returns how many there are.
+MOK_HOST_DEVICE int find_laps(const PlanShape& s, Lap* laps) {
+  int count = 0, segment = 0;
+  for (int expert = 0; count == 0 || expert < s.experts;) {
+    const int first = expert, row = s.start[first];
+    if (count + 1 >= s.laps || s.start[s.experts] - row <= s.capacity) {
+      expert = s.experts;
+    } else {
+      do {
+        ++expert;
+      } while (expert < s.experts && s.start[expert + 1] - row <= s.capacity);
+    }
+    const int experts = expert - first, rows = s.start[expert] - row;
+    int steps = 0;
+    if (expert < s.experts) {  // or nobody waits for them
+      int weight_tiles = 0, with_rows = experts;
+      for (int pass = 0; pass < s.passes; ++pass) {
+        weight_tiles += s.routed[pass].m_tiles * s.routed[pass].n_tiles;
+      }
+      for (int e = first; e < expert && !s.keep_empty; ++e) with_rows -= s.count[e] <= 0;
+      steps = rows / kPushRows + with_rows * weight_tiles;
+    }
+    laps[count] = {first, row, segment, steps};
+    segment += experts * (s.passes + (count > 0 && s.again.n_tiles > 0)) +
+               (count == 0 ? s.passes : 0) + (expert == s.experts);
+    ++count;
+  }
+  laps[count] = {s.experts, s.start[s.experts], segment, 0};
+  return count;
+}
+
+// The segment number `index` of all.
+MOK_HOST_DEVICE Segment segment_at(const PlanShape& s, const Lap* laps, int index) {
+  int number = 0;
+  while (laps[number + 1].segment <= index) ++number;
+  const Lap &lap = laps[number], &next = laps[number + 1];
+  const auto of = [&](int inside, int pass) {  // pass: in the lap's order
+    Segment g{};
+    const int expert = lap.expert + inside;
+    const int rows = s.start[expert + 1] - s.start[expert];
+    const bool again = number > 0 && s.again.n_tiles > 0;
+    g.expert = static_cast<int16_t>(expert);
+    g.pass = static_cast<uint8_t>(!again ? pass : pass == 0 ? pass_again(s) : pass - 1);
+    g.lap = static_cast<uint8_t>(number);
+    g.row = s.start[expert];
+    g.valid = s.count[expert];
+    g.base = lap.row;
+    if (g.row % kRowTile != 0 || g.row < lap.row || g.valid < 0 ||
+        rows != tiles_of(g.valid, kRowTile) * kRowTile || g.row + rows - lap.row > s.capacity) {
+      g.valid = -1;
+    }
+    return g;
+  };
+  const auto apart = [&](int pass) {  // of no routed expert
+    Segment g{};
+    g.expert = static_cast<int16_t>(s.experts);
+    g.pass = static_cast<uint8_t>(pass);
+    g.valid = s.tokens;
+    return g;
+  };
+  index -= lap.segment;
+  const int experts = next.expert - lap.expert, ahead = s.ahead < experts ? s.ahead : experts;
+  const int passes = s.passes + (number > 0 && s.again.n_tiles > 0), rest = passes - 1;
+  const bool shared = number == 0;
+  if (shared) {
+    if (index == 0) return apart(s.passes + 1);
+    index -= 1;
+  }
+  if (index < ahead) return of(index, 0);
+  index -= ahead;
+  if (shared) {
+    if (index < rest) return apart(s.passes + 2 + index);
+    index -= rest;
+  }
+  const int steady = experts - ahead;
+  if (index < steady * passes) {
+    const int step = index / passes, inside = index - step * passes;
+    return inside == 0 ? of(ahead + step, 0) : of(step, inside);
+  }
+  index -= steady * passes;
+  if (index < ahead * rest) return of(steady + index / rest, 1 + index % rest);
+  return apart(s.passes);
+}
+
+MOK_HOST_DEVICE int segment_tiles(const PlanShape& s, const Segment& g) {
+  if (is_combine(s, g)) return s.combine_tiles;
+  const PassShape& pass = pass_of(s, g.pass);
+  const bool shared = is_shared(s, g);
   if (pass.m_tiles > 0) {
-    const bool rows = shared ? s.tokens > 0 : s.count[segment.expert] > 0;
+    const bool rows = (shared ? s.tokens : s.count[g.expert]) > 0;
     return rows || s.keep_empty ? pass.m_tiles * pass.n_tiles : 0;
   }
-  const int blocks = shared ? s.shared_blocks()
-                            : (s.start[segment.expert + 1] - s.start[segment.expert]) / kRowTile;
+  const int blocks =
+      shared ? s.shared_blocks() : (s.start[g.expert + 1] - s.start[g.expert]) / kRowTile;
   return blocks * pass.n_tiles;
 }
 
 struct Plan {
   PlanShape shape;
-  const int32_t* first;  // [segments + 1, then 3 of any value], 16-byte aligned: the segments'
-                         // first tickets; the last is their number
+  const int32_t* first;    // [segments + 1, then 3 of any value], 16-byte aligned: the segments'
+                           // first tickets; the last is their number
+  const Segment* segment;  // [segments]
+  const Lap* lap;          // [laps + 1]
+  const int32_t* lap_count;
 
-  MOK_HOST_DEVICE int count() const { return first[shape.segments()]; }
+  MOK_HOST_DEVICE int count() const { return first[lap[*lap_count].segment]; }
 };
-
-struct ExpertRows {
-  int32_t start, end, valid;
-};
-
-MOK_HOST_DEVICE ExpertRows rows_of(const PlanShape& s, const Segment& segment) {
-  if (segment.pass == s.passes) return {0, 0, 0};  // combine
-  if (segment.expert == s.experts) return {0, s.shared_blocks() * kRowTile, s.tokens};
-  return {s.start[segment.expert], s.start[segment.expert + 1], s.count[segment.expert]};
-}
 
 // The tile number `inside` of a segment.
-MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& segment, int inside,
-                             const ExpertRows& rows) {
+MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
   Tile tile = no_tile();
-  tile.expert = segment.expert;
-  tile.pass = segment.pass;
-  if (segment.pass == s.passes) {
+  tile.expert = g.expert;
+  tile.pass = g.pass;
+  tile.lap = g.lap;
+  tile.base = g.base;
+  if (is_combine(s, g)) {
     tile.m = inside;
     return tile;
   }
-  const bool shared = segment.expert == s.experts;
-  if (shared) tile.pass += s.passes + 1;
-  const PassShape& pass = (shared ? s.shared : s.routed)[segment.pass];
-  tile.fault = rows.start % kRowTile != 0 || rows.start < 0 || rows.valid < 0 ||
-               rows.end - rows.start != tiles_of(rows.valid, kRowTile) * kRowTile ||
-               (!shared && rows.end > s.capacity);
+  tile.fault = g.valid < 0;
   if (tile.fault) return tile;
-  tile.row = rows.start;
+  const PassShape& pass = pass_of(s, g.pass);
+  tile.row = g.row - g.base;
   if (pass.m_tiles > 0) {
     place(inside, pass.m_tiles, pass.n_tiles, tile);
-    tile.rows = rows.valid;
-    tile.depth = rows.valid > 0 ? tiles_of(rows.valid, kDepthTile) : 1;
+    tile.rows = g.valid;
+    tile.depth = g.valid > 0 ? tiles_of(g.valid, kDepthTile) : 1;
     return tile;
   }
-  place(inside, (rows.end - rows.start) / kRowTile, pass.n_tiles, tile);
+  place(inside, tiles_of(g.valid, kRowTile), pass.n_tiles, tile);
   tile.row += tile.m * kRowTile;
-  const int left = rows.valid - tile.m * kRowTile;
+  const int left = g.valid - tile.m * kRowTile;
   tile.rows = left < kRowTile ? left : kRowTile;
   tile.depth = pass.depth;
   return tile;
@@ -138,9 +239,9 @@ struct alignas(16) FourTickets {
 struct PlanWalker {
   int32_t segment = 0;  // the ticket's, or one before it
   int32_t first = 0;    // its first ticket
-  int32_t state = 0;    // nothing is asked for; `ahead` is; `rows` are
+  int32_t state = 0;    // nothing is asked for; `ahead` is; `what` is
   FourTickets ahead{};  // first tickets of the four segments around and after it
-  ExpertRows rows{};
+  Segment what{};
 
   MOK_HOST_DEVICE bool find(const Plan& plan, int ticket, Tile& tile) {
     if (state < 2) {
@@ -149,11 +250,11 @@ struct PlanWalker {
         state = 1;
         return false;
       }
-      rows = rows_of(plan.shape, segment_at(plan.shape, segment));
+      what = plan.segment[segment];
       state = 2;
       return false;
     }
-    tile = tile_of(plan.shape, segment_at(plan.shape, segment), ticket - first, rows);
+    tile = tile_of(plan.shape, what, ticket - first);
     state = 1;  // `ahead` is still of this segment
     return true;
   }
@@ -174,15 +275,13 @@ struct PlanWalker {
   }
 };
 
-// The order of moves: tickets -> groups of kMoveRows rows. Source 0 is what the first pass reads.
-// Source 1, where there is one, is read by the last pass alone, and so follows by as many experts
-// as that pass does.
-constexpr int kMoveRows = 4;
-constexpr int kPushRows = 16;  // that go home together; tickets of them follow those of moves
-
-// The order of a rank's groups inside an expert. Its rows lie by the rank whose tokens they are, so
-// in their order all ranks would read from rank 0 at once, then all from rank 1. Here they take
-// turns through as many parts of the expert as there are ranks, each from another part on.
+// The order of a lap's moves: tickets -> groups of kMoveRows rows; tickets of what goes home
+// follow, then those of the next lap. Source 0 is what the first pass reads. Source 1, where there
+// is one, is read by the last pass alone, and so follows by as many experts as that pass does; but
+// of later laps their first pass reads it too. The order of a rank's groups inside an expert. Its
+// rows lie by the rank whose tokens they are, so in their order all ranks would read from rank 0 at
+// once, then all from rank 1. Here they take turns through as many parts of the expert as there are
+// ranks, each from another part on.
 struct Turns {
   int32_t log2 = 0;  // of the parts
   int32_t first = 0;
@@ -202,7 +301,7 @@ struct Turns {
 };
 
 struct Move {
-  int32_t group;
+  int32_t group;  // of the lap
   int32_t source;
 };
 
@@ -210,12 +309,17 @@ struct MoveOrder {
   int32_t sources;
   int32_t groups;  // of one source
   int32_t lag;
+  int32_t pushes;  // groups of kPushRows rows
 
-  MOK_HOST_DEVICE static MoveOrder of(const PlanShape& s, int sources) {
-    const int ahead = s.ahead < s.experts ? s.ahead + 1 : s.experts;
+  MOK_HOST_DEVICE static MoveOrder of(const PlanShape& s, int sources, const Lap* laps, int lap) {
+    const int row = laps[lap].row, rows = laps[lap + 1].row - row;
+    const int experts = laps[lap + 1].expert - laps[lap].expert;
+    const int ahead = s.ahead < experts ? s.ahead + 1 : experts;
+    const int lead = laps[lap].expert + (ahead < experts ? ahead : experts);
     return {sources,
-            s.start[s.experts] / kMoveRows,
-            s.start[ahead < s.experts ? ahead : s.experts] / kMoveRows};
+            rows / kMoveRows,
+            lap > 0 ? 0 : (s.start[lead] - row) / kMoveRows,
+            rows / kPushRows};
   }
 
   MOK_HOST_DEVICE int count() const { return sources * groups; }

@@ -29,7 +29,8 @@ __device__ __forceinline__ int lane_index() {
   return lane;
 }
 
-// The same clock for all SMs.
+// The same clock for all SMs, in steps of 1 us or less. It goes on while another process has the
+// GPU; an SM's own stands still.
 __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -50,6 +51,17 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
   __trap();
 }
 
+// How long a wait has failed, from its first failed poll on. Each further one looks at the clock:
+// one instruction (CS2R). To look at fewer would take a branch, with which ptxas spills what
+// multiply keeps in registers; of a predicated look it makes an unconditional one.
+struct Stopwatch {
+  uint64_t began = global_nanoseconds();
+
+  __device__ __forceinline__ bool passes(int64_t limit_ns) const {
+    return static_cast<int64_t>(global_nanoseconds() - began) > limit_ns;
+  }
+};
+
 // ---- mbarrier
 
 __device__ __forceinline__ void barrier_init(uint64_t& barrier, uint32_t arrivals) {
@@ -66,7 +78,7 @@ __device__ __forceinline__ void barrier_init_fence() {
 // in four, so that tests meet every order of the roles that the protocol allows
 // (tests/csrc/attack.py).
 __device__ __forceinline__ void perhaps_delay() {
-#ifdef MOK_RANDOM_DELAYS
+#ifdef MOK_RANDOM_DELAYS  // by the SM's own clock, of which each cycle is another number
   uint32_t x =
       static_cast<uint32_t>(clock64()) * 2654435761u + threadIdx.x * 40503u + blockIdx.x * 7919u;
   x ^= x >> 15;
@@ -107,9 +119,9 @@ __device__ __forceinline__ bool completed(uint64_t& barrier, uint32_t parity) {
 // Waits for the phase of that parity to complete.
 __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity, Fault* fault, Tag tag) {
   if (!completed(barrier, parity)) {
-    const long long began = clock64();
+    const Stopwatch watch;
     while (!completed(barrier, parity)) {
-      if (clock64() - began > wait_cycles.own) fail(fault, tag, parity);
+      if (watch.passes(wait_limit.own_ns)) fail(fault, tag, parity);
     }
   }
   perhaps_delay();
@@ -158,11 +170,11 @@ __device__ __forceinline__ int take_ticket(uint32_t* word) {
 __device__ __forceinline__ void wait_count(const int32_t* word, int32_t wanted, Fault* fault,
                                            Tag tag) {
   if (load_acquire(word) >= wanted) return;
-  const long long began = clock64();
+  const Stopwatch watch;
   for (;;) {
     const int32_t seen = load_acquire(word);
     if (seen >= wanted) return;
-    if (clock64() - began > wait_cycles.own) fail(fault, tag, static_cast<uint32_t>(seen));
+    if (watch.passes(wait_limit.own_ns)) fail(fault, tag, static_cast<uint32_t>(seen));
   }
 }
 

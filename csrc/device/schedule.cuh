@@ -36,16 +36,18 @@ struct alignas(16) Tile {
   int32_t row;     // first row: of the tile, or of the expert
   int32_t rows;    // valid rows from there: at most 128, or the expert's count
   int32_t depth;   // K steps of kDepthTile
-  int16_t fault;   // the rows it names are outside the contract
-  int16_t idle;    // nothing to do
-  int32_t pass;    // which of a kernel's passes
+  uint8_t fault;   // the rows it names are outside the contract
+  uint8_t idle;    // nothing to do
+  uint8_t pass;    // which of a kernel's passes
+  uint8_t lap;     // of a plan's (plan.cuh)
+  int32_t base;    // what `row` counts from
 
   MOK_HOST_DEVICE bool last() const { return expert < 0; }
   // A place in the order without work: a gradient to which no row adds.
   MOK_HOST_DEVICE bool nothing() const { return idle != 0; }
 };
 
-MOK_HOST_DEVICE Tile no_tile() { return Tile{-1, 0, 0, 0, 0, 0, 0, 0, 0}; }
+MOK_HOST_DEVICE Tile no_tile() { return Tile{-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}; }
 
 // m and n of the i-th tile of a grid of m_tiles x n_tiles.
 MOK_HOST_DEVICE void place(int i, int m_tiles, int n_tiles, Tile& tile) {

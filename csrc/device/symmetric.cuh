@@ -44,15 +44,15 @@ __device__ __forceinline__ void send_start(Start* to, const Start& start) {
 
 // An entry is not written again before this call has ended here, so its epoch cannot be passed
 // over.
-// The other rank may be held up for as long as the host allows: patience, in cycles.
-__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, int64_t patience,
+// The other rank may be held up for as long as the host allows: patience_ns.
+__device__ __forceinline__ Start await_start(const Start* from, uint32_t epoch, int64_t patience_ns,
                                              Fault* fault) {
   const auto* const words = reinterpret_cast<const uint32_t*>(from);
-  const long long began = clock64();
+  const Stopwatch watch;
   for (;;) {
     const uint32_t seen = load_acquire_system(words);
     if (seen == epoch) break;
-    if (clock64() - began > patience) fail_awaiting(fault, Tag::kStart, seen, epoch);
+    if (watch.passes(patience_ns)) fail_awaiting(fault, Tag::kStart, seen, epoch);
   }
   constexpr int kWords = sizeof(Start) / sizeof(int32_t);
   Start start;
@@ -76,12 +76,12 @@ __device__ __forceinline__ void send_arrival(Arrival* to, uint32_t epoch, float 
 // The gradient of the probability that came with it.
 __device__ __forceinline__ float await_arrival(const Arrival* from, uint32_t epoch, Fault* fault) {
   const auto* const word = reinterpret_cast<const uint64_t*>(from);
-  const long long began = clock64();
+  const Stopwatch watch;
   for (;;) {
     const uint64_t both = load_acquire_system(word);
     const auto seen = static_cast<uint32_t>(both);
     if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
-    if (clock64() - began > wait_cycles.other) fail_awaiting(fault, Tag::kCombineHome, seen, epoch);
+    if (watch.passes(wait_limit.other_ns)) fail_awaiting(fault, Tag::kCombineHome, seen, epoch);
   }
 }
 

@@ -1,6 +1,7 @@
 // What one rank of several keeps of the schedule of all: the rows of its own experts, numbered from
 // the first of them, and where its own tokens' rows are. Every rank places all slots, so that all
-// agree, and writes what is its own.
+// agree, and writes what is its own. Where the rows do not fit into its buffers at once, all of
+// them go home, those of its own tokens too, and row_TK says so.
 //
 // Order of rows inside an expert: rank, token, choice, for any number of ranks.
 #pragma once
@@ -27,23 +28,28 @@ __device__ __forceinline__ int local_experts(const ViewArguments& a) {
   return a.route.experts / a.peers.ranks;
 }
 
-// One warp: whether the rows of every rank fit; `says`: who reports the rank with the most.
+// One warp: whether the rows of every expert fit; `says`: who reports the one with the most.
 __device__ __forceinline__ bool within_budget(const ViewArguments& a, const int32_t* start,
                                               bool says) {
-  const int local = local_experts(a);
-  int most = 0, rank = 0;
-  for (int p = 0; p < a.peers.ranks; ++p) {
-    const int rows = start[(p + 1) * local] - start[p * local];
+  int most = 0, expert = 0;
+  for (int e = threadIdx.x % 32; e < a.route.experts; e += 32) {
+    const int rows = start[e + 1] - start[e];
     if (rows > most) {
       most = rows;
-      rank = p;
+      expert = e;
     }
   }
-  if (most <= a.rows) return true;
+  const int largest = __reduce_max_sync(~0u, most);
+  if (largest <= a.rows) return true;
+  const int first = __reduce_min_sync(~0u, most == largest ? expert : a.route.experts);
   if (says && threadIdx.x == 0) {
     report(a.peers,
            a.record,
-           {static_cast<int32_t>(ExchangeFaultKind::kBudget), rank, most, a.rows, 0});
+           {static_cast<int32_t>(ExchangeFaultKind::kBudget),
+            first / local_experts(a),
+            largest,
+            a.rows,
+            0});
   }
   return false;
 }
@@ -54,6 +60,7 @@ __device__ __forceinline__ void view_chunk(const ViewArguments& a, int chunk, co
   const RouteArguments& r = a.route;
   const int local = local_experts(a), first = a.peers.rank * local, base = start[first];
   const int own = a.peers.rank * a.peers.slots, own_slots = a.tokens * r.choices;
+  const bool stay = start[first + local] - base <= a.rows;  // one lap: the own tokens' rows
   const int32_t* const before = r.counts + static_cast<int64_t>(chunk) * (r.experts + 1);
   for (int column = threadIdx.x % 32; column <= r.experts; column += 32) {
     next[column] = before[column] + (column < r.experts ? start[column] : 0);
@@ -65,10 +72,10 @@ __device__ __forceinline__ void view_chunk(const ViewArguments& a, int chunk, co
     const bool here = routed && column >= first && column < first + local;
     const int row = position - base, mine = slot - own;
     if (mine >= 0 && mine < own_slots) {
-      r.row_TK[mine] = here ? row : routed ? kElsewhere : -1;
+      r.row_TK[mine] = here && stay ? row : routed ? kElsewhere : -1;
       lanes.sent += routed;
       lanes.sent_slots += routed ? mine + 1 : 0;
-      lanes.kept += here;
+      lanes.kept += here && stay;
     }
     if (here) {
       lanes.received_slots += slot + 1;

@@ -76,6 +76,22 @@ void set_passes(DirectionParameters& p, const BackwardArguments& x, const Group&
   shape[1] = {
       .m_tiles = 0, .n_tiles = tiles_of(hidden, T::BLOCK_N), .depth = 2 * g.width / BLOCK_K};
 
+  if (!g.shared && x.peers.ranks > 1) {
+    PassParameters& again = p.pass[2 * 4];  // of later laps: gate and up, where their gradient goes
+    again.a = encode_operand(in, {BLOCK_M, 1});
+    again.out = encode_boxes(d_gate_up, 2 * SwiGlu<T>::kWidth);
+    set_table(again,
+              x.again_w1,
+              bf16(nullptr, 2 * g.width, hidden),
+              operand_box<Role::kUp, T>(),
+              x.routing,
+              false);
+    again.columns = g.width;
+    again.out_rows = static_cast<__nv_bfloat16*>(g.d_gate_up);
+    p.plan.shape.again = {
+        .m_tiles = 0, .n_tiles = tiles_of(g.width, T::BLOCK_N / 2), .depth = hidden / BLOCK_K};
+  }
+
   set_weight_gradient(pass[2], shape[2], x, g, g.d_w2, dy, activation);
   set_weight_gradient(pass[3], shape[3], x, g, g.d_w1, d_gate_up, in);
 }

@@ -10,13 +10,19 @@ using BackwardTiling = Moving192;
 template <Gradient TYPE, bool ACCUMULATE, bool RANKS>
 struct Backward
     : Direction<Backward<TYPE, ACCUMULATE, RANKS>, BackwardTiling, 2 * kBoxBytes, true, RANKS> {
-  using Down = Pass<Product::kInputGradient, false, SwiGluGradient<BackwardTiling>>;
+  using Down = Pass<Product::kInputGradient, false,
+                    SwiGluGradient<BackwardTiling, RANKS ? Laps::kSeveral : Laps::kOne>>;
   using Up = Pass<Product::kInputGradient, false, StoreRows<BackwardTiling>>;
   using Weight =
       Pass<Product::kWeightGradient, false, WriteGradient<BackwardTiling, TYPE, ACCUMULATE>>;
 
+  using Again = Pass<Product::kForward, true, SwiGlu<BackwardTiling, Laps::kAgain>>;
+
   template <class F>
   static __device__ __forceinline__ void with_kind(int kind, const PassParameters& q, F& f) {
+    if constexpr (RANKS) {
+      if (kind == 4) return f(Again{}, q);
+    }
     kind == 0 ? f(Down{}, q) : kind == 1 ? f(Up{}, q) : f(Weight{}, q);
   }
 };

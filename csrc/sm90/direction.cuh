@@ -4,17 +4,20 @@
 // Who may touch what:
 //   move         reads tokens, of all ranks, writes routed row buffers, raises ready[block], or
 //                expert_rows for what only the last weight gradient reads; then waits for done1 and
-//                sums of other ranks' rows, writes them there and signals their arrival
+//                sums of rows that go home, writes them there and signals their arrival; before a
+//                later lap it waits for lap_done
 //   load         waits for ready (pass 0), done0 (pass 1), expert_done or expert_rows (weight
 //                gradients)
+//   fetch        of a later lap, waits like load for what a pass before it has computed again
 //   store        writes a pass's output, then raises done0 or done1 of its block, and, behind pass
-//                0, expert_done and expert_rows
+//                0, expert_done and expert_rows; behind a weight gradient, lap_done
 //   multiply     writes the sums itself and raises sums[block]; in a combine tile waits for done1
 //                (and sums) and for arrivals, reads the rows and writes tokens
 // Counters only grow within a call, from the zero that plan_work writes before the grid starts. A
 // wait's cause is a move or a tile of an earlier ticket, or an arrival from a rank that runs; rows
-// are brought without a wait, and no product waits for rows that go home; so the smallest
-// unfinished ticket can always go on, whatever set of CTAs runs.
+// of the first lap are brought without a wait, and no product waits for rows that go home but those
+// of later laps, whose tickets are later; so the smallest unfinished ticket can always go on,
+// whatever set of CTAs runs.
 //
 // At the end of a CTA one warp waits for move and multiply, and adds what they have counted to the
 // grid's; the last CTA judges it (device/census.cuh).
@@ -45,12 +48,13 @@ constexpr int kMultiplyWarps = 8;  // of a CTA
 
 struct Counters {        // zeroed before the grid starts
   uint32_t* tickets;     // next tile, next move
-  int32_t* ready;        // [blocks] rows that are there
+  int32_t* ready;        // [blocks] rows that are there, and, of later laps, tiles done again
   int32_t* done0;        // [blocks, then the shared expert's] tiles of pass 0
   int32_t* done1;        // the same of pass 1
   int32_t* expert_done;  // [experts + 1] tiles of pass 0
   int32_t* expert_rows;  // [experts + 1] the same, and rows of the second source
   int32_t* sums;         // [blocks] warps that have written prob's parts
+  int32_t* lap_done;     // [laps] groups of rows sent home, and weight tiles
 };
 
 struct MoveArguments {
@@ -69,7 +73,7 @@ struct ExchangeArguments {  // of several ranks
 };
 
 struct DirectionParameters {
-  PassParameters pass[2 * kMaxPasses];  // routed, then the shared expert's
+  PassParameters pass[2 * kMaxPasses + 1];  // routed, the shared expert's, and what is done again
   Plan plan;
   Counters counters;
   MoveArguments move;
@@ -81,19 +85,27 @@ struct DirectionParameters {
   CensusArguments census;
 };
 
+struct MoveLap {  // that a mover is in
+  int32_t number;
+  int32_t row;     // its first
+  int32_t ticket;  // its first
+  MoveOrder order;
+};
+
 template <class DIRECTION, class TILING, int SLOT_BYTES, bool READS, bool RANKS>
 struct Direction {
   using Tiling = TILING;
   struct Storage : sm90::Storage<TILING, SLOT_BYTES> {
     MoveStorage move;
     int32_t move_expert[3];  // of the last ticket of each source, and of rows that go home
+    MoveLap lap;
     PlanWalker walker;
     uint32_t counted[kCounts];
     uint64_t all_counted;              // phase 0: by multiply's warps and move
     uint64_t home_ns[kMultiplyWarps];  // that combine has waited
   };
   using Parameters = DirectionParameters;
-  static constexpr bool kReads = READS, kAnnounces = true;
+  static constexpr bool kReads = READS, kAnnounces = true, kLaps = RANKS;
   static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
 
   struct Tickets {
@@ -118,20 +130,26 @@ struct Direction {
   static __device__ __forceinline__ bool is_shared(const Parameters& p, const Tile& tile) {
     return tile.expert == p.plan.shape.experts;
   }
-  // Of a tile with products: 0 to passes - 1.
+  // Of a tile with products: 0 to passes - 1, or passes of what is done again.
   static __device__ __forceinline__ int kind(const Parameters& p, const Tile& tile) {
     const int passes = p.plan.shape.passes;
     return tile.pass < passes ? tile.pass : tile.pass - passes - 1;
   }
+  static __device__ __forceinline__ bool is_again(const Parameters& p, const Tile& tile) {
+    return RANKS && tile.pass == pass_again(p.plan.shape);
+  }
   static __device__ __forceinline__ int block(const Parameters& p, const Tile& tile) {
-    const int inside = tile.row / kRowTile;
-    return is_shared(p, tile) ? p.plan.shape.capacity / kRowTile + inside : inside;
+    const int inside = (tile.row + (RANKS ? tile.base : 0)) / kRowTile;
+    return is_shared(p, tile) ? p.plan.shape.blocks() + inside : inside;
+  }
+  static __device__ __forceinline__ bool several_laps(const Parameters& p) {
+    return RANKS && *p.plan.lap_count > 1;
   }
 
   template <class F>
   static __device__ __forceinline__ void with_pass(const Parameters& p, const Tile& tile, F&& f) {
-    const int which = kind(p, tile);
-    const int index = is_shared(p, tile) ? p.plan.shape.passes + which : which;
+    const int which = kind(p, tile), passes = p.plan.shape.passes;
+    const int index = is_shared(p, tile) || is_again(p, tile) ? passes + which : which;
     DIRECTION::with_kind(which, p.pass[index], f);
   }
 
@@ -144,27 +162,44 @@ struct Direction {
   }
 
   static __device__ __forceinline__ void check(const Parameters& p) {
-    for (int i = 0; i < 2 * p.plan.shape.passes; ++i) check_table(p.pass[i], p.fault);
+    for (int i = 0; i <= 2 * p.plan.shape.passes; ++i) check_table(p.pass[i], p.fault);
   }
 
   static __device__ __forceinline__ Input input(const Parameters& p, const Tile& tile) {
     const PlanShape& s = p.plan.shape;
     const bool shared = is_shared(p, tile);
     const int tiles = (shared ? s.shared : s.routed)[0].n_tiles, which = kind(p, tile);
-    if (which == 0) {
+    if (which == 0 || is_again(p, tile)) {
       if (shared) return {};
-      return {p.counters.ready + block(p, tile), tile.rows, Tag::kLoadRows};
+      int rows = tile.rows;
+      if (RANKS && tile.lap > 0) {  // of all sources; then, where it is done, gate and up again
+        rows *= p.move.sources;
+        if (which == 0) rows += s.again.n_tiles;
+      }
+      return {p.counters.ready + block(p, tile), rows, Tag::kLoadRows};
     }
     if (which == 1) return {p.counters.done0 + block(p, tile), tiles, Tag::kLoadBlock};
     const int done = tiles_of(tile.rows, kRowTile) * tiles;
     if (which == 2) return {p.counters.expert_done + tile.expert, done, Tag::kLoadExpert};
-    return {
-        p.counters.expert_rows + tile.expert, done + (shared ? 0 : tile.rows), Tag::kLoadExpert};
+    const bool waits = !shared && !(RANKS && tile.lap > 0);
+    return {p.counters.expert_rows + tile.expert, done + (waits ? tile.rows : 0), Tag::kLoadExpert};
+  }
+
+  // What fetch reads has been written in this grid.
+  static __device__ __forceinline__ bool fetch_waits(const Parameters& p, const Tile& tile) {
+    return RANKS && tile.lap > 0 && kind(p, tile) == 0;
   }
 
   static __device__ __forceinline__ void announce(const Parameters& p, const Tile& tile) {
     const int which = kind(p, tile);
-    if (which > 1) return;
+    if (which > 1) {
+      if (is_again(p, tile)) {
+        add_release(p.counters.ready + block(p, tile), 1);
+      } else if (!is_shared(p, tile) && several_laps(p)) {
+        add_release(p.counters.lap_done + tile.lap, 1);
+      }
+      return;
+    }
     add_release((which == 0 ? p.counters.done0 : p.counters.done1) + block(p, tile), 1);
     if (which == 0 && p.plan.shape.passes > 2) {
       add_release(p.counters.expert_done + tile.expert, 1);
@@ -183,18 +218,35 @@ struct Direction {
   static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
     const bool one = threadIdx.x % 32 == 0;
     if (RANKS || one) {
-      const MoveOrder order = MoveOrder::of(p.plan.shape, p.move.sources);
       Mover mover{storage.move, p.fault};
-      int ticket = 0;
-      if constexpr (RANKS) fence_async();  // generic stores of other ranks, which gather has seen
-      if (!RANKS || one) ticket = bring_rows(p, order, storage, mover);
-      if constexpr (RANKS) send_rows_home(p, order, storage, mover, ticket);
-      if (RANKS && one) storage.counted[kPushed] = mover.stored - storage.counted[kMoved];
+      int ticket = one ? take_move(p) : 0;
+      if constexpr (RANKS) {
+        fence_async();  // generic stores of other ranks, which gather has seen
+        if (one) begin_lap(p, storage.lap, 0);
+        __syncwarp();
+        do {
+          if (one) ticket = bring_rows(p, storage.lap.order, storage, mover, ticket);
+          ticket = send_rows_home(p, storage, mover, ticket);
+          if (one) begin_lap(p, storage.lap, storage.lap.number + 1);
+          __syncwarp();
+        } while (storage.lap.number < *p.plan.lap_count);
+      } else {
+        bring_rows(
+            p, MoveOrder::of(p.plan.shape, p.move.sources, p.plan.lap, 0), storage, mover, ticket);
+      }
     }
     if (one) arrive(storage.all_counted);
   }
 
-  // A ticket's group of ROWS rows of the source, and the expert, which only grows.
+  static __device__ __forceinline__ void begin_lap(const Parameters& p, MoveLap& lap, int number) {
+    lap.ticket = number == 0 ? 0 : lap.ticket + lap.order.count() + lap.order.pushes;
+    lap.number = number;
+    if (number == *p.plan.lap_count) return;
+    lap.row = p.plan.lap[number].row;
+    lap.order = MoveOrder::of(p.plan.shape, p.move.sources, p.plan.lap, number);
+  }
+
+  // A group of ROWS rows, of all rows, for a ticket's; the ticket's expert only grows.
   template <int ROWS>
   static __device__ __forceinline__ int group_of(const Parameters& p, int ticket, int32_t& expert) {
     const int32_t* const start = p.plan.shape.start;
@@ -206,20 +258,31 @@ struct Direction {
   }
 
   // The ring covers what a ticket's slots cost; the number of the next one is on its way meanwhile.
-  // Returns the ticket in hand that is no longer one of a move.
+  // Returns the ticket in hand that is no longer one of a move of the lap.
   static __device__ __forceinline__ int bring_rows(const Parameters& p, const MoveOrder& order,
-                                                   Storage& storage, Mover& mover) {
-    int ticket = take_move(p);
+                                                   Storage& storage, Mover& mover, int ticket) {
+    const int first = RANKS ? storage.lap.ticket : 0, end = first + order.count();
+    const uint32_t before = mover.stored;
     uint32_t slots = 0;
-    while (ticket < order.count()) {
+    if (RANKS && ticket < end) {
+      await_lap(p, storage.lap.number - 1);
+    }
+    while (ticket < end) {
       const int next = take_move(p);
-      move(p, order.at(ticket), storage, mover, slots);
+      move(p, order.at(ticket - first), storage, mover, slots);
       ticket = next;
     }
     mover.settle();
-    storage.counted[kMoved] = mover.stored;
-    storage.counted[kMovedSlots] = slots;
+    storage.counted[kMoved] += mover.stored - before;
+    storage.counted[kMovedSlots] += slots;
     return ticket;
+  }
+
+  // The lap's buffers have been read for the last time.
+  static __device__ __forceinline__ void await_lap(const Parameters& p, int lap) {
+    if (lap < 0) return;
+    wait_count(p.counters.lap_done + lap, p.plan.lap[lap].steps, p.fault, Tag::kMoveLap);
+    fence_async();
   }
 
   static __device__ __forceinline__ int take_move(const Parameters& p) {
@@ -230,14 +293,14 @@ struct Direction {
   static __device__ __forceinline__ void move(const Parameters& p, const Move& what,
                                               Storage& storage, Mover& mover, uint32_t& moved) {
     int32_t& expert = storage.move_expert[what.source];
-    const int group =
-        RANKS || what.source == 1 ? group_of<kMoveRows>(p, what.group, expert) : what.group;
+    const int row = RANKS ? storage.lap.row : 0, ticket = what.group + row / kMoveRows;
+    const int group = RANKS || what.source == 1 ? group_of<kMoveRows>(p, ticket, expert) : ticket;
     int4 slots = __ldg(reinterpret_cast<const int4*>(p.move.slot_R) + group);
     const int first = group * kMoveRows, bytes = p.move.row_bytes;
     if constexpr (RANKS && kThrottledWire) carry_rows(p.exchange.peers, slots, bytes);
     const uint8_t* const tokens = static_cast<const uint8_t*>(p.move.tokens[what.source]);
     uint8_t* to =
-        static_cast<uint8_t*>(p.move.rows[what.source]) + static_cast<int64_t>(first) * bytes;
+        static_cast<uint8_t*>(p.move.rows[what.source]) + static_cast<int64_t>(first - row) * bytes;
     int valid = 0;
 #pragma unroll 1
     for (int i = 0; i < kMoveRows; ++i, to += bytes) {
@@ -252,7 +315,7 @@ struct Direction {
       mover.copy(from, to, bytes);
     }
     if (valid == 0) return;
-    if (what.source == 0) {
+    if (what.source == 0 || (RANKS && storage.lap.number > 0)) {
       mover.signal(p.counters.ready + first / kRowTile, valid);
     } else {
       mover.signal(p.counters.expert_rows + expert, valid);
@@ -275,29 +338,40 @@ struct Direction {
     return part<uint8_t>(group, rank, at + static_cast<int64_t>(token) * p.move.row_bytes);
   }
 
-  // The whole warp; tickets behind the last pull, the first of them in lane 0's hands.
-  static __device__ __forceinline__ void send_rows_home(const Parameters& p, const MoveOrder& order,
-                                                        Storage& storage, Mover& mover,
-                                                        int ticket) {
-    const PlanShape& s = p.plan.shape;
-    const int end = s.start[s.experts] / kPushRows;
+  // The whole warp; tickets behind the lap's last pull, the first of them in lane 0's hands.
+  // Returns the one that is no longer of the lap.
+  static __device__ __forceinline__ int send_rows_home(const Parameters& p, Storage& storage,
+                                                       Mover& mover, int ticket) {
+    const uint32_t before = mover.stored;
     for (;;) {
       const bool one = threadIdx.x % 32 == 0;
-      const int push = __shfl_sync(~0u, ticket, 0) - order.count();
-      if (push >= end) return;
-      const int group = one ? group_of<kPushRows>(p, push, storage.move_expert[2]) : 0;
-      send_home(p, __shfl_sync(~0u, group, 0) * kPushRows, mover);
-      if (one) ticket = take_move(p);
+      const MoveLap& lap = storage.lap;
+      const int push = __shfl_sync(~0u, ticket, 0) - lap.ticket - lap.order.count();
+      if (push >= lap.order.pushes) break;
+      const int at = push + storage.lap.row / kPushRows;
+      const int group = one ? group_of<kPushRows>(p, at, storage.move_expert[2]) : 0;
+      send_home(p, __shfl_sync(~0u, group, 0) * kPushRows, storage.lap.row, mover);
+      if (one) {
+        if (several_laps(p)) add_release(p.counters.lap_done + storage.lap.number, 1);
+        ticket = take_move(p);
+      }
     }
+    if (threadIdx.x % 32 == 0) storage.counted[kPushed] += mover.stored - before;
+    __syncwarp();
+    return ticket;
   }
 
-  // A lane has a row in its charge, but lane 0 all copies.
-  static __device__ __forceinline__ void send_home(const Parameters& p, int first, Mover& mover) {
+  // A lane has a row in its charge, but lane 0 all copies. first: of all rows; base: what lies
+  // first in the buffers. With laps the own tokens' rows go home too, before others take their
+  // place.
+  static __device__ __forceinline__ void send_home(const Parameters& p, int first, int base,
+                                                   Mover& mover) {
     const Peers& group = p.exchange.peers;
     const int lane = threadIdx.x % 32, bytes = p.move.row_bytes, row = first + lane;
     const int slot = lane < kPushRows ? p.move.slot_R[row] : -1;
     const int rank = slot < 0 ? group.rank : slot / group.slots;
-    uint32_t away = __ballot_sync(~0u, rank != group.rank);
+    const bool mine = slot >= 0 && (rank != group.rank || several_laps(p));
+    uint32_t away = __ballot_sync(~0u, mine);
     if (away == 0) return;
     if (lane == 0) {
       await_block(p, first / kRowTile, Tag::kPushRows, Tag::kPushSums);
@@ -305,24 +379,24 @@ struct Direction {
     }
     __syncwarp();
     const int inside = slot - rank * group.slots;
-    uint8_t* const base = group.base[rank];
+    uint8_t* const space = group.base[rank];
     const auto to =
-        reinterpret_cast<uint64_t>(base + group.at.home + static_cast<int64_t>(inside) * bytes);
-    const bool mine = rank != group.rank;
+        reinterpret_cast<uint64_t>(space + group.at.home + static_cast<int64_t>(inside) * bytes);
     if constexpr (kThrottledWire) carry(group, group.rank, rank, bytes + sizeof(Arrival));
-    const float sum = mine && p.parts != nullptr ? sum_of_parts(p, row) : 0.0f;
+    const uint8_t* const from = p.exchange.pushed + static_cast<int64_t>(first - base) * bytes;
+    const float sum = mine && p.parts != nullptr ? sum_of_parts(p, row - base) : 0.0f;
     for (; away != 0; away &= away - 1) {
       const int i = __ffs(away) - 1;
       auto* const there = reinterpret_cast<uint8_t*>(__shfl_sync(~0u, to, i));
       if (lane == 0) {
-        mover.copy(p.exchange.pushed + static_cast<int64_t>(first + i) * bytes, there, bytes);
+        mover.copy(from + static_cast<int64_t>(i) * bytes, there, bytes);
       }
     }
     if (lane == 0) mover.settle();
     __syncwarp();
     fence_system();
     if (mine) {
-      send_arrival(reinterpret_cast<Arrival*>(base + group.at.arrived) + inside, epoch(p), sum);
+      send_arrival(reinterpret_cast<Arrival*>(space + group.at.arrived) + inside, epoch(p), sum);
     }
   }
 
@@ -395,7 +469,7 @@ struct Direction {
       await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);
     }
     if (c.shared != nullptr && threadIdx.x % 32 == 0) {
-      const int at = s.capacity / kRowTile + first / kRowTile;
+      const int at = s.blocks() + first / kRowTile;
       wait_count(p.counters.done1 + at, s.shared[1].n_tiles, p.fault, Tag::kCombineRows);
     }
     __syncwarp();

@@ -31,21 +31,27 @@ inline PlanShape plan_shape(const Routing& r, int passes) {
   s.start = r.row_start;
   s.count = r.row_count;
   s.capacity = r.rows;
+  s.most = r.most;
+  s.laps = most_laps(r.most, r.rows);
   return s;
 }
 
 // After moves and combine are set.
 inline void place_words(DirectionParameters& p, const Routing& r, int32_t* words) {
   const PlanShape& s = p.plan.shape;
-  const PlanWords at = PlanWords::of(s.capacity, s.tokens, s.experts);
+  const PlanWords at = PlanWords::of(s.most, s.tokens, s.experts, s.laps);
   p.plan.first = words + at.first;
+  p.plan.segment = reinterpret_cast<const Segment*>(words + at.segment);
+  p.plan.lap = reinterpret_cast<const Lap*>(words + at.lap);
+  p.plan.lap_count = words + at.lap_count;
   p.counters = {.tickets = reinterpret_cast<uint32_t*>(words),
                 .ready = words + at.ready,
                 .done0 = words + at.done0,
                 .done1 = words + at.done1,
                 .expert_done = words + at.expert_done,
                 .expert_rows = words + at.expert_rows,
-                .sums = words + at.sums};
+                .sums = words + at.sums,
+                .lap_done = words + at.lap_done};
   p.census = {.planned = r.census,
               .row_count = r.row_count,
               .experts = r.experts,

@@ -57,9 +57,9 @@ __device__ __forceinline__ void write_bf16(const WarpBox<WIDTH>& box, const floa
 // ---- epilogues
 //
 // A unit is kKinds boxes of 64 rows by kWidth columns. live(): does a unit hold any column of the
-// problem. write(): a warp fills its 16 rows of the unit at that address; `row` is this lane's
-// first row, counted in the buffer, the other is row + 8. send() and bring() move a whole unit;
-// place() is where a box of it goes, row by row.
+// problem; leaves(): is it stored. write(): a warp fills its 16 rows of the unit at that address;
+// `row` is this lane's first row, counted in the buffer, the other is row + 8. send() and bring()
+// move a whole unit; place() is where a box of it goes, row by row.
 //
 // A slab's units are written in rounds of kRound units from the first kShift accumulators (and
 // those half a tile further, where gate and up share a tile); then all accumulators move down by
@@ -70,8 +70,12 @@ __device__ __forceinline__ float prob_of(const PassParameters& p, int row) {
   return p.prob == nullptr ? 1.0f : p.prob[row];
 }
 
+struct AllLeave {
+  static __device__ __forceinline__ bool leaves(const Tile&, int) { return true; }
+};
+
 template <class T, int WIDTH = 64>
-struct StoreRows {  // bf16 of the accumulators
+struct StoreRows : AllLeave {  // bf16 of the accumulators
   static constexpr int kWidth = WIDTH, kUnits = T::BLOCK_N / kWidth, kKinds = 1;
   static constexpr int kRound = 1, kShift = kWidth / 2;
   static constexpr int kUnitBytes = kBoxRows * 2 * kWidth;
@@ -84,8 +88,8 @@ struct StoreRows {  // bf16 of the accumulators
     return column(tile, unit) < p.columns;
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P&, const float* d, int, uint32_t at, int warp,
-                                               int lane, int, float (&)[2]) {
+  static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int,
+                                               uint32_t at, int warp, int lane, int, float (&)[2]) {
     write_bf16(WarpBox<kWidth>(at, warp, lane), d);
   }
   template <class P>
@@ -99,7 +103,11 @@ struct StoreRows {  // bf16 of the accumulators
   }
 };
 
-template <class T>
+// What it means that a plan has laps (device/plan.cuh): of the first one SwiGlu writes all; of
+// later ones forward leaves gate and up out, and what backward does again writes nothing else.
+enum class Laps { kOne, kSeveral, kAgain };
+
+template <class T, Laps LAPS = Laps::kOne>
 struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, then silu(gate) · up ·
                  // prob from the rounded two
   static constexpr int kHalf = T::BLOCK_N / 2, kWidth = kHalf % 64 == 0 ? 64 : 32;
@@ -114,6 +122,10 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
   static __device__ __forceinline__ bool live(const P& p, const Tile& tile, int unit) {
     return column(tile, unit) < p.columns;
   }
+  static __device__ __forceinline__ bool leaves(const Tile& tile, int unit) {
+    if (LAPS == Laps::kAgain) return unit % 3 != 2;
+    return LAPS == Laps::kOne || tile.lap == 0 || unit % 3 == 2;
+  }
   template <class P>
   static __device__ __forceinline__ Place place(const P& p, const Tile& tile, int unit, int) {
     if (unit % 3 == 2) return {p.second_rows, p.columns, column(tile, unit)};
@@ -126,12 +138,14 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
     store_box(at, &p.out, unit % 3 * p.columns + column(tile, unit), row);
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P& p, const float* gate, int part, uint32_t at,
-                                               int warp, int lane, int row, float (&)[2]) {
+  static __device__ __forceinline__ void write(const P& p, const Tile& tile, const float* gate,
+                                               int part, uint32_t at, int warp, int lane, int row,
+                                               float (&)[2]) {
     const WarpBox<kWidth> to(at, warp, lane);
     const float* const up = gate + kHalf / 2;
     if (part == 0) return write_bf16(to, gate);
     if (part == 1) return write_bf16(to, up);
+    if (LAPS != Laps::kOne) row += tile.base;
     const float prob[2] = {prob_of(p, row), prob_of(p, row + 8)};
 #pragma unroll
     for (int q = 0; q < kWidth / 16; ++q) {
@@ -149,9 +163,10 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
   }
 };
 
-template <class T>
-struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradients in place, the
-                         // activation, prob's parts
+template <class T, Laps LAPS = Laps::kOne>
+struct SwiGluGradient
+    : AllLeave {  // accumulators: da. Reads gate, up; writes their gradients in place, the
+                  // activation, prob's parts
   static constexpr int kWidth = kPartColumns, kUnits = T::BLOCK_N / kWidth, kKinds = 3;
   static constexpr int kBytes = kBoxRows * 2 * kWidth, kUnitBytes = kKinds * kBytes;
   static constexpr int kRound = 1, kShift = kWidth / 2;
@@ -178,12 +193,15 @@ struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradi
   static __device__ __forceinline__ void bring(const P& p, const Tile& tile, int unit, uint32_t to,
                                                int row, uint64_t& ready) {
     arrive_expect(ready, 2 * kBytes);
-    load_boxes(to, &p.b, ready, column(tile, unit), row, 0);
+    const bool again = LAPS != Laps::kOne && tile.lap > 0;  // where they have been written again
+    load_boxes(to, again ? &p.out : &p.b, ready, column(tile, unit), row, 0);
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P& p, const float* d, int, uint32_t at,
-                                               int warp, int lane, int row, float (&part)[2]) {
+  static __device__ __forceinline__ void write(const P& p, const Tile& tile, const float* d, int,
+                                               uint32_t at, int warp, int lane, int row,
+                                               float (&part)[2]) {
     const WarpBox<kWidth> gate(at, warp, lane);
+    if (LAPS != Laps::kOne) row += tile.base;
     const float prob[2] = {prob_of(p, row), prob_of(p, row + 8)};
     part[0] = part[1] = 0.0f;
 #pragma unroll
@@ -235,7 +253,8 @@ struct SwiGluGradient {  // accumulators: da. Reads gate, up; writes their gradi
 };
 
 template <class T, Gradient TYPE, bool ACCUMULATE>
-struct WriteGradient {  // into the expert's own matrix, added to the old value or in its place
+struct WriteGradient
+    : AllLeave {  // into the expert's own matrix, added to the old value or in its place
   static constexpr bool kWide = TYPE == Gradient::kFp32;
   static constexpr int kWidth = 64, kUnits = T::BLOCK_N / kWidth,
                        kKinds = kWide ? 2 : 1;  // 128-byte blocks of columns
@@ -261,8 +280,8 @@ struct WriteGradient {  // into the expert's own matrix, added to the old value 
     load_boxes_once(to, p.map(tile), ready, 0, row, block(tile, unit), evict_first());
   }
   template <class P>
-  static __device__ __forceinline__ void write(const P&, const float* d, int, uint32_t at, int warp,
-                                               int lane, int, float (&)[2]) {
+  static __device__ __forceinline__ void write(const P&, const Tile&, const float* d, int,
+                                               uint32_t at, int warp, int lane, int, float (&)[2]) {
     if constexpr (kWide) {
       write_fp32(at, d, warp, lane);
       write_fp32(at + kBoxBytes, d + 16, warp, lane);

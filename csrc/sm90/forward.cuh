@@ -12,9 +12,10 @@ constexpr int kDownColumns = 64;  // of a unit of down
 template <bool RANKS>
 struct Forward
     : Direction<Forward<RANKS>, ForwardTiling, kBoxRows * 2 * kDownColumns, false, RANKS> {
-  using Up = Pass<Product::kForward, true, SwiGlu<ForwardTiling>>;
+  using Up =
+      Pass<Product::kForward, true, SwiGlu<ForwardTiling, RANKS ? Laps::kSeveral : Laps::kOne>>;
   using Down = Pass<Product::kForward, false, StoreRows<ForwardTiling, kDownColumns>>;
-  static_assert(SwiGlu<ForwardTiling>::kWidth == kColumns);
+  static_assert(Up::Epilogue::kWidth == kColumns);
 
   template <class F>
   static __device__ __forceinline__ void with_kind(int kind, const PassParameters& q, F& f) {

@@ -26,7 +26,7 @@ struct GroupedGemm {
   using Tiling = TILING;
   using Schedule = std::conditional_t<kOverRows<G::kProduct>, WeightTiles, RowTiles>;
   using Storage = sm90::Storage<TILING, G::Epilogue::kUnitBytes>;
-  static constexpr bool kReads = G::Epilogue::kReads, kAnnounces = false;
+  static constexpr bool kReads = G::Epilogue::kReads, kAnnounces = false, kLaps = false;
   static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
 
   struct Parameters {

@@ -49,6 +49,8 @@ constexpr bool kOverRows = P == Product::kWeightGradient;
 //   input(p, tile)          load: the count that says that what the tile reads has been written
 //   announce(p, tile)       store: what the tile writes is in memory
 //   kReads, kAnnounces      has passes that read old values; other CTAs wait for tiles
+//   kLaps                   has a plan's laps; then fetch_waits(p, tile) says whether fetch waits
+//                           for the input too
 // and a pass G its product, whether a tile holds gate and up of a column, and its Epilogue.
 
 // What a pass needs; what one does not use stays empty.

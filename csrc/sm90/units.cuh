@@ -118,7 +118,7 @@ struct Filler {  // multiply's part
     const uint32_t at = shared_address(storage.unit[ring.slot()]);
     float sums[2];  // over a row, of epilogues that have them
     if (rows > 0 && E::live(p, tile, unit)) {
-      E::write(p, d, part, at, warp, lane, first + warp * 16 + (lane >> 2), sums);
+      E::write(p, tile, d, part, at, warp, lane, first + warp * 16 + (lane >> 2), sums);
     }
     fence_async_shared();
     __syncwarp();
@@ -141,6 +141,13 @@ __device__ __forceinline__ void fetch(const typename K::Parameters& p,
     const Tile& tile = tiles.front();
     if (tile.last()) break;
     if (tile.depth == 0) continue;
+    if constexpr (K::kLaps) {
+      if (K::fetch_waits(p, tile)) {
+        const Input input = K::input(p, tile);
+        wait_count(input.word, input.count, p.fault, input.tag);
+        fence_async();
+      }
+    }
     K::with_pass(p, tile, [&](auto g, const PassParameters& q) {
       using G = decltype(g);
       using E = typename G::Epilogue;
@@ -222,7 +229,8 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
       }
       wait(storage.unit_filled[ring.slot()], ring.phase(), p.fault, Tag::kStoreUnit);
       const uint32_t at = shared_address(storage.unit[ring.slot()]);
-      const int rows = E::live(q, tile, unit) ? slab_rows<G>(q, tile, slab) : 0;
+      const bool some = E::live(q, tile, unit) && E::leaves(tile, unit);
+      const int rows = some ? slab_rows<G>(q, tile, slab) : 0;
       const int first = first_output_row<G>(tile, slab);
       if (rows == kSlab) {
         if (leads()) E::send(q, tile, unit, at, first);

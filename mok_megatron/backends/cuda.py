@@ -16,11 +16,11 @@ Host      Never waits for the device, in no call, and reads nothing from it but 
           direction; nothing is looked at expert by expert while a watch says that it is as before.
 Memory    The routing is not known on the host, so row buffers have room for the worst case: N rows,
           and 127 of padding for each expert that can have one. Of several ranks R is a budget
-          (limits.py); a routing that brings more is a fault on all of them. Buffers come from
+          (limits.py), which more rows take in turn (csrc/device/plan.cuh). Buffers come from
           torch's allocator in each call. The context keeps x, the schedule, g|u [R, 2F], and the
           shared expert's g|u.
 Launches  Three for route, two a direction (its plan, its grid), one for each table that is new, and
-          one for each run of weight gradients that the grid leaves out: see _Places.
+          one for each run of weight gradients that the grid leaves out: see Places.
 Watches   Weights, and places to add to, that come twice are watched from then on: held, and in each
           call compared with what they were when they were checked, by object, address, form, dtype
           and device. What differs is checked again, and has new tables.
@@ -49,6 +49,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mok_megatron.backends import faults, library
+from mok_megatron.backends.places import Places, weight_groups
 from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.rules import (
     CallFault,
@@ -57,7 +58,7 @@ from mok_megatron.backends.rules import (
     tokens_fault,
     weights_fault,
 )
-from mok_megatron.backends.tables import Groups, Tables, Watch, stream_of
+from mok_megatron.backends.tables import Tables, Watch, stream_of
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import (
     Context,
@@ -111,9 +112,8 @@ class CudaBackend:
         self._tables = Tables()
         self._weights = {"forward": Watch(), "backward": Watch()}
         self._places_watch = Watch()
-        self._places: _Places | None = None  # the last ones, while they are watched
+        self._places: Places | None = None  # the last ones, while they are watched
         self._ranks = Ranks(shape, group, device, given=given, **limits)
-        self.take_waits = self._ranks.take_waits
         self._found = faults.record()
         self.check()
 
@@ -140,7 +140,7 @@ class CudaBackend:
             x_TH = x_TH.contiguous()
             if not x_TH.shape[0] and not self._ranks.several:
                 return torch.empty_like(x_TH), Context(tensors=(x_TH,))
-            groups = _weight_groups(weights, "up", "product")
+            groups = weight_groups(weights, "up", "product")
             tables = self._tables.of("forward", groups, watch, stream_of(x_TH))
         except RuntimeError as error:
             self._ranks.not_begun(error)
@@ -190,7 +190,9 @@ class CudaBackend:
             no_prob = x_TH.new_empty(0, self.shape.top_k, dtype=torch.float32)
             return Gradients(dx_TH=torch.empty_like(x_TH), dprob_TK=no_prob)
         stream = stream_of(x_TH)
-        groups = _weight_groups(weights, "input_gradient", "down_gradient")
+        groups = weight_groups(weights, "input_gradient", "down_gradient")
+        if self._ranks.several:  # whose later laps compute gate and up again
+            groups = (*groups, (weights.w1, "up"))
         tables = self._tables.of("backward", groups, watch, stream)
         gradients = self._tables.of("gradients", places.inside, places.watch, stream)
         try:
@@ -219,6 +221,10 @@ class CudaBackend:
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
 
+    def take_waits(self) -> list[float]:
+        """Milliseconds of waiting since asked last (ranks.Ranks.take_waits)."""
+        return self._ranks.take_waits()
+
     def memory(self, tokens: int) -> str:
         """What a call of so many tokens keeps and takes, in words; after the first call."""
         return self._ranks.memory(tokens)
@@ -240,7 +246,7 @@ class CudaBackend:
     def _plan(self, context: Context) -> _Plan:
         """The schedule of a forward, in parts."""
         x_TH, kept = context.tensors
-        return _Plan.of(kept, len(x_TH), self.shape, self._ranks.rows())
+        return _Plan.of(kept, len(x_TH), self.shape, *self._ranks.numbers())
 
     def check(self) -> None:
         """Raises RuntimeError for the first fault recorded by the device, in any layer, once.
@@ -258,7 +264,7 @@ class CudaBackend:
             watch.see(flat)
         return watch.number
 
-    def _places_of(self, into: WeightGradients, weights: Weights) -> _Places:
+    def _places_of(self, into: WeightGradients, weights: Weights) -> Places:
         """The places, checked unless they are as before."""
         last, watch = self._places, self._places_watch
         if last is not None and last.into is into and watch.holds(last.flat):
@@ -267,9 +273,9 @@ class CudaBackend:
         if not (into.accumulate and watch.holds(flat)):
             _raise(places_fault(self._ranks.rank, weights, into))
             if not into.accumulate:  # new memory each time, which nothing may hold
-                return _Places.of(into, flat, 0)
+                return Places.of(into, flat, 0, self._ranks.several)
             watch.see(flat)
-        places = _Places.of(into, flat, watch.number)
+        places = Places.of(into, flat, watch.number, self._ranks.several)
         self._places = places if watch.number else None
         return places
 
@@ -328,64 +334,6 @@ class CudaBackend:
             library.weight_gradient(a_RM, b_RN, maps, part, accumulate=accumulate)
 
 
-_GROUPS = ("w1", "w2", "shared_w1", "shared_w2")
-
-
-def _weight_groups(weights: Weights, w1_role: str, w2_role: str) -> Groups:
-    """In the order of _GROUPS."""
-    routed = ((weights.w1, w1_role), (weights.w2, w2_role))
-    if weights.shared_w1 is None or weights.shared_w2 is None:
-        return routed
-    return (*routed, ((weights.shared_w1,), w1_role), ((weights.shared_w2,), w2_role))
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where a backward's weight gradients go: the groups that the kernel fills itself, and the
-    rest."""
-
-    into: WeightGradients
-    flat: tuple[Tensor | None, ...]
-    watch: int  # of `flat`, or 0
-    inside: Groups  # those of _GROUPS that have a bit in `wanted`
-    wanted: int
-    fp32: bool  # those inside
-    outside: WeightGradients | None  # None: nothing is left
-
-    @staticmethod
-    def of(into: WeightGradients, flat: tuple[Tensor | None, ...], watch: int) -> _Places:
-        """The kernel takes a group when every place is wanted and all have the dtype of the first
-        such group; experts of which some are frozen, or have places of another dtype, take
-        launches of their own.
-        """
-        groups = {name: getattr(into, name) for name in _GROUPS}
-        inside: dict[str, Sequence[Tensor]] = {}
-        dtype = None
-        for name, group in groups.items():
-            places = group if isinstance(group, tuple) else (group,)
-            if any(place is None or place.dtype != places[0].dtype for place in places):
-                continue
-            if dtype is None or dtype == places[0].dtype:
-                dtype = places[0].dtype
-                inside[name] = places
-        left = {
-            name: (None,) * len(group) if isinstance(group, tuple) else None
-            for name, group in groups.items()
-            if name in inside
-        }
-        rest = replace(into, **left)  # type: ignore[arg-type]
-        some = (*rest.w1, *rest.w2, rest.shared_w1, rest.shared_w2)
-        return _Places(
-            into=into,
-            flat=flat,
-            watch=watch,
-            inside=[(group, "gradient") for group in inside.values()],
-            wanted=sum(1 << i for i, name in enumerate(_GROUPS) if name in inside),
-            fp32=dtype == torch.float32,
-            outside=None if all(place is None for place in some) else rest,
-        )
-
-
 @dataclass(frozen=True)
 class _Plan:
     """The schedule on the device, as route writes it, in parts; see csrc/layer_arguments.h.
@@ -403,14 +351,15 @@ class _Plan:
     prob_R: Tensor
 
     @staticmethod
-    def of(schedule: Tensor, tokens: int, shape: MoEShape, rows: int) -> _Plan:
-        """Views of bytes that start with it. rows: R, or 0 of one rank, with T > 0 tokens."""
-        experts, choices = shape.local_experts, shape.top_k
-        *starts, rows, _ = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, rows)
-        words = schedule.view(torch.int32)
-        sizes = (experts + 1, experts, 2, 1, 1, tokens * choices, rows, rows)
+    def of(schedule: Tensor, tokens: int, shape: MoEShape, rows: int, all_tokens: int) -> _Plan:
+        """Views of bytes that start with it. rows: R, and the most tokens of all ranks; or 0 and 0
+        of one rank, with T > 0 tokens."""
+        form = tokens, shape.top_k, shape.local_experts, rows, all_tokens
+        *starts, _, most, _ = torch.ops.mok_megatron.schedule_words(*form)
+        words, experts = schedule.view(torch.int32), shape.local_experts
+        sizes = (experts + 1, experts, 2, 1, 1, tokens * shape.top_k, most, most)
         parts = [words[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        parts[5] = parts[5].view(tokens, choices)
+        parts[5] = parts[5].view(tokens, shape.top_k)
         parts[7] = parts[7].view(torch.float32)
         return _Plan(*parts)
 

@@ -206,9 +206,9 @@ def describe_call(words: Sequence[int]) -> str:
         )
     elif kind == _ROWS:
         text = (
-            f"the rows of a rank must fit its buffers, of {wanted} rows, got {value} with padding "
-            f"{where}; set --mok-row-budget to {math.ceil(100 * value / balanced) / 100} or more, "
-            "or balance the router's load"
+            f"the rows of an expert must fit the buffers of its rank, of {wanted} rows, got "
+            f"{value} with padding {where}; set --mok-row-budget to "
+            f"{math.ceil(100 * value / balanced) / 100} or more, or balance the router's load"
         )
     elif kind in _COUNTED:
         text = (

@@ -79,15 +79,18 @@ def _declare_fakes() -> None:
     for name in ("product", "input_gradient", "up", "down_gradient", "weight_gradient"):
         fake(f"mok_megatron::grouped_{name}")(writes_its_arguments)
 
-    def bytes_of(expert: torch.Tensor, experts: int, group: Sequence[int] = ()) -> tuple[int, int]:
-        """Of a schedule, and the rows it may have."""
-        tokens, choices = expert.shape
-        given = group[2] if group else 0
-        *_, rows, words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, given)
-        return 4 * words, rows
+    def given(bases: torch.Tensor | None, group: Sequence[int]) -> tuple[int, ...]:
+        """R, and the most tokens of all ranks, where there are several."""
+        return () if bases is None else (group[2], len(bases) * group[1])
 
-    def experts_of(weights: torch.Tensor, shared_width: int) -> int:
-        return (len(weights) - (4 if shared_width else 0)) // 2 - 1
+    def bytes_of(expert: torch.Tensor, experts: int, *several: int) -> tuple[int, int]:
+        """Of a schedule, and R."""
+        tokens, choices = expert.shape
+        words = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, *several)
+        return 4 * words[-1], words[-3]
+
+    def experts_of(weights: torch.Tensor, shared_width: int, routed: int = 2) -> int:
+        return (len(weights) - (4 if shared_width else 0)) // routed - 1
 
     @fake("mok_megatron::choices")
     def _(probs: torch.Tensor, map: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +120,8 @@ def _declare_fakes() -> None:
         bases: torch.Tensor | None = None,
         group: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size, rows = bytes_of(expert, experts_of(weights, shared_width), group)
+        experts = experts_of(weights, shared_width)
+        size, rows = bytes_of(expert, experts, *given(bases, group))
         for part in (4 * rows * width, 4 * len(x) * shared_width):
             size += -(-part // 512) * 512
         return torch.empty_like(x), x.new_empty(size, dtype=torch.uint8)
@@ -142,9 +146,8 @@ def _declare_fakes() -> None:
         group: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         tokens, hidden = x.shape
-        given = group[2] if group else 0
-        experts = experts_of(weights, shared_width)
-        rows = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, given)[-2]
+        experts, several = experts_of(weights, shared_width, 3 if group else 2), given(bases, group)
+        rows = torch.ops.mok_megatron.schedule_words(tokens, choices, experts, *several)[-3]
         forms = [(rows, hidden), (rows, hidden), (rows, 2 * width), (rows, width)]
         if shared_width:
             forms += [(tokens, 2 * shared_width), (tokens, shared_width)]

@@ -25,6 +25,7 @@ from mok_megatron.contract import MoEShape
 from mok_megatron.limits import (
     Limits,
     context_bytes,
+    most_rows,
     row_buffer_bytes,
     row_capacity,
     symmetric_bytes,
@@ -147,15 +148,21 @@ class Ranks:
         taken, space.waited_ns = space.waited_ns, words
         return [(now - before) / 1e6 for now, before in zip(words, taken, strict=True)]
 
-    def rows(self) -> int:
-        """R of the schedules; 0 where one rank has room for any routing."""
-        return self.limits.rows if self.several else 0
+    def numbers(self) -> tuple[int, int]:
+        """R of the schedules, and the most tokens of all ranks; 0 and 0 where one rank has room for
+        any routing."""
+        if not self.several:
+            return 0, 0
+        return self.limits.rows, self.limits.tokens * self.shape.ep_size
 
     def memory(self, tokens: int) -> str:
         """What a call of so many tokens keeps and takes, in words; after the first call."""
         shape = self.shape
-        rows = self.rows() or row_capacity(tokens, shape.top_k, 1, shape.num_experts, 1)
-        kept = context_bytes(shape.ffn, shape.shared_ffn, shape.top_k, tokens, rows)
+        most = row_capacity(tokens, shape.top_k, 1, shape.num_experts, 1)
+        rows = self.numbers()[0] or most
+        if self.several:
+            most = most_rows(self.limits.tokens, shape.top_k, shape.ep_size, shape.local_experts)
+        kept = context_bytes(shape.ffn, shape.shared_ffn, shape.top_k, tokens, rows, most)
         text = (
             f"a layer keeps {gib(kept)} of each forward of {tokens} tokens for its backward; all "
             f"layers of a shape take row buffers of {rows} rows in turn, "

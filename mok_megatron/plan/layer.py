@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from math import comb
 
 from mok_megatron.config import MokConfig
-from mok_megatron.limits import context_bytes, row_buffer_bytes, row_capacity, symmetric_bytes
+from mok_megatron.limits import (
+    context_bytes,
+    most_rows,
+    row_buffer_bytes,
+    row_capacity,
+    symmetric_bytes,
+)
 
 BUDGET = MokConfig.row_budget  # rows that buffers hold, as a multiple of the balanced share
 
@@ -147,7 +153,8 @@ class Layer:
     def context_bytes(self) -> int:
         """What a forward keeps for its backward, without x (limits.context_bytes)."""
         rows = self.capacity()
-        return context_bytes(self.ffn, self.shared_ffn, self.top_k, self.tokens, rows)
+        most = most_rows(self.tokens, self.top_k, self.ranks, self.local_experts)
+        return context_bytes(self.ffn, self.shared_ffn, self.top_k, self.tokens, rows, most)
 
     def usual_context_bytes(self) -> int:
         """What Megatron's own layer keeps: permuted x, gate and up, activation and y of each row

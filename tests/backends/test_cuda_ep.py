@@ -145,6 +145,41 @@ def test_no_tokens_anywhere() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("load", ["balanced", "one_expert", "zipf", "half_empty", "tile_edges"])
+@pytest.mark.parametrize("rows", [640, 768, 1024, 1280])
+def test_rows_beyond_the_budget_take_the_buffers_in_turn(load: str, rows: int) -> None:
+    """All experts may have all 600 tokens, in 640 rows; four of a rank then have 2,400."""
+    problem = Problem.of(replace(CASE, load=load))
+    shape = replace(problem.shape, ep_size=4)
+    for accumulate in (True, False):
+        group = virtual.Group.of(shape, 150, rows=rows)
+        _check(problem, (150,) * 4, group=group, accumulate=accumulate)
+    last = CASE.num_experts - CASE.num_experts // 4  # all tokens to one rank
+    ids = torch.arange(CASE.top_k, dtype=torch.int32, device=cases.DEVICE) + last
+    problem = replace(problem, expert_TK=ids.expand(600, -1).contiguous())
+    for ctas, order in ((1, None), (8, (3, 1, 0, 2))):
+        group = virtual.Group.of(shape, 150, rows=rows, ctas=ctas)
+        for _ in range(2):
+            _check(problem, (150,) * 4, group=group, order=order)
+
+
+@gpu
+def test_frozen_experts_with_laps_leave_the_others_gradients_alone() -> None:
+    problem = Problem.of(CASE)
+    parts = virtual.split(problem, (300, 300))
+    group = virtual.Group.of(parts[0].shape, 300, rows=640)
+    whole = problem.places(torch.float32, accumulate=True)
+    into = virtual.places(parts, whole)
+    frozen = replace(into[1], w1=(None, *into[1].w1[1:]), w2=(None,) * len(into[1].w2))
+    results = group.call(parts, [into[0], frozen])
+    right = _whole(problem, torch.float32, accumulate=True)
+    local = CASE.num_experts // 2
+    for i in range(1, local):
+        assert torch.equal(frozen.w1[i], right.dw[local + i]), i
+    assert results[0].y_TH.isfinite().all()
+
+
+@gpu
 def test_all_tokens_to_one_rank() -> None:
     problem = Problem.of(CASE)
     last = CASE.num_experts - CASE.num_experts // 4
@@ -258,17 +293,17 @@ def _all_nan(results: Sequence[tuple[Tensor, object]]) -> bool:
 
 
 @gpu
-def test_too_many_rows_for_a_rank_is_a_fault_on_all() -> None:
+def test_an_expert_with_more_rows_than_buffers_is_a_fault_on_all() -> None:
     problem = Problem.of(replace(CASE, load="one_expert"))
     parts = virtual.split(problem, (300, 300))
-    group = virtual.Group.of(parts[0].shape, 300, budget=1.0)
+    group = virtual.Group.of(parts[0].shape, 300, rows=512)
     one = replace(parts[0], expert_TK=torch.zeros_like(parts[0].expert_TK) - 1)
     few = [one, replace(one, x_TH=parts[1].x_TH)]
     ids = torch.arange(4, dtype=torch.int32, device=cases.DEVICE).expand(300, -1).contiguous()
     many = [replace(part, expert_TK=ids) for part in parts]
     assert not _all_nan(group.forward(few))
     assert _all_nan(group.forward(many))
-    _raises_once(group, r"buffers, of \d+ rows, got 2560 .* rank 0, .*set --mok-row-budget to 2.14")
+    _raises_once(group, r"an expert .* of 512 rows, got 640 .* rank 0, .*set --mok-row-budget to")
     assert not _all_nan(group.forward(few))
 
 
@@ -346,8 +381,7 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
     """In a process of its own, whose CUDA context ends."""
     command = [sys.executable, "-c", ALONE]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    # 6e9 cycles, at whatever clock; more where other processes have their turns on the GPU
-    assert 2.9 < float(found.stdout) < 20, found.stderr
+    assert 2.9 < float(found.stdout) < 6, found.stderr  # whoever else has the GPU meanwhile
     assert re.search(r"gather waited for the start .* thread 1, saw", found.stderr), found.stderr
 
 

@@ -34,12 +34,14 @@ SHARED_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # parts of ranks are
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """case: the global batch, its tokens one a rank. spare_tokens: of the limit; spare_rows: of R
-    on the rank with the most rows, or None: room for any routing."""
+    on the rank with the most rows, or None: room for any routing. laps: instead, beyond what the
+    expert with the most rows needs, so that ranks take their experts in turn."""
 
     case: Case
     local: int
     spare_tokens: int
     spare_rows: int | None
+    laps: bool
     ctas: int
     ahead: int
     epoch: int
@@ -75,6 +77,7 @@ def drawn(seed: int) -> Call:
         local=local,
         spare_tokens=draw.choice([0, 0, 1, 100]),
         spare_rows=draw.choice([None, 0, 0, ROW_TILE]),
+        laps=draw.random() < 0.4,
         ctas=draw.choice([1, 2, 3, virtual.SMS // ranks, virtual.SMS // ranks]),
         ahead=draw.choice([0, 0, 1, 2, 100]),
         epoch=draw.choice([0, 0, 1, 2**32 - 2, 2**32 - 3, draw.randrange(2**32)]),
@@ -102,7 +105,12 @@ def smaller(call: Call) -> Iterator[Call]:
     for name, value in simple.items():
         yield replace(call, case=replace(case, **{name: value}))
     plain = {"spare_tokens": 0, "spare_rows": None, "ctas": 1, "ahead": 0, "epoch": 0}
-    for name, value in {**plain, "dtype": torch.float32, "accumulate": False}.items():
+    for name, value in {
+        "laps": False,
+        **plain,
+        "dtype": torch.float32,
+        "accumulate": False,
+    }.items():
         yield replace(call, **{name: value})
 
 
@@ -195,7 +203,7 @@ def made(call: Call) -> tuple[Problem, Result, list[Result], tuple[Tensor, ...] 
     cases.poison(32)
     whole = cases.call(cases.cuda_backend(problem.shape), problem, whole_places, poisoned=False)
     padded = (whole.schedule.rows_L + ROW_TILE - 1) // ROW_TILE * ROW_TILE
-    most = int(padded.view(call.ranks, call.local).sum(1).max())
+    most = int((padded if call.laps else padded.view(call.ranks, call.local).sum(1)).max())
     group = virtual.Group.of(
         parts[0].shape,
         max(*tokens, 1) + call.spare_tokens,
@@ -246,6 +254,7 @@ def test_every_kind_of_call_is_drawn() -> None:
     assert {call.case.load for call in calls} == set(LOADS) - {"no_tokens"}
     assert sum(0 in call.case.tokens for call in calls) > COUNT / 3
     assert sum(call.spare_rows == 0 and call.spare_tokens == 0 for call in calls) > COUNT / 10
+    assert sum(call.laps and call.local > 1 and call.spare_rows == 0 for call in calls) > COUNT / 20
     assert any(sum(call.case.tokens) > 1000 for call in calls)
     assert any(call.epoch > 2**32 - 4 for call in calls)
     assert drawn(FIRST) == drawn(FIRST)

@@ -12,7 +12,7 @@ import torch
 from mok_megatron.backends import calls, ranks, workspace
 from mok_megatron.backends.ranks import Ranks
 from mok_megatron.backends.workspace import Workspace
-from mok_megatron.limits import Limits
+from mok_megatron.limits import Limits, most_rows
 from tests.backends.test_workspace import LIMITS, SHAPE
 from tests.ranks import run_ranks
 
@@ -31,7 +31,8 @@ def test_memory_of_several_ranks() -> None:
     limits = Limits(tokens=16, rows=384, source="--mok-max-tokens")
     space = Workspace(torch.zeros(8, dtype=torch.uint8), [0, 0], 0, limits, 1)
     said = Ranks(SHAPE, None, CPU, given=(space, 1)).memory(10)
-    assert f"({384 * (4 * 64 + 8) + 4 * 20} bytes) of each forward of 10 tokens" in said
+    most = most_rows(16, 2, 2, SHAPE.local_experts)
+    assert f"({384 * 4 * 64 + 8 * most + 4 * 20} bytes) of each forward of 10 tokens" in said
     assert "for at most 16 tokens a rank (--mok-max-tokens)" in said
 
 

@@ -40,6 +40,7 @@ class Rank:
     rank: int
     tokens: int
     rows: int
+    most: int  # rows in the schedule
     layer: int = 7  # the same on all ranks, or the call is refused
     buffers: dict[str, Tensor] = field(default_factory=dict)
     w1: list[Tensor] = field(default_factory=list)  # the shared expert's last
@@ -71,6 +72,7 @@ class Layer:
     started: int = 0
     ahead: int = 0
     most: int = 0  # tokens that a rank may have; 0: what one has
+    tiles: int = 0  # row tiles that buffers hold; 0: what the rank with the most rows needs
     spaces: list[Tensor] = field(default_factory=list)  # the ranks' workspaces
 
     def __post_init__(self) -> None:
@@ -90,11 +92,21 @@ class Layer:
         self.before = [normal(*w.shape).to(kind) for w in (*self.w1, *self.w2)]
         self.ranks = [self._rank(rank) for rank in range(len(self.tokens))]
 
-    def budget(self) -> int:
-        """R: what the rank with the most rows needs, the same on all ranks."""
+    def _blocks_of(self) -> Tensor:
+        """Row tiles of each rank's experts, [P, L]."""
         chosen = self.expert_TK[self.expert_TK >= 0]
         blocks = (chosen.bincount(minlength=self.experts) + ROW_TILE - 1) // ROW_TILE
-        return int(blocks.view(len(self.tokens), -1).sum(1).max().clamp(min=1)) * ROW_TILE
+        return blocks.view(len(self.tokens), -1)
+
+    def most_rows(self) -> int:
+        """What the rank with the most rows needs."""
+        return int(self._blocks_of().sum(1).max().clamp(min=1)) * ROW_TILE
+
+    def budget(self) -> int:
+        """R, the same on all ranks: at least the rows of an expert."""
+        if not self.tiles:
+            return self.most_rows()
+        return max(int(self._blocks_of().max()), self.tiles) * ROW_TILE
 
     def _rank(self, rank: int) -> Rank:
         local, ranks = self.experts // len(self.tokens), len(self.tokens)
@@ -115,8 +127,10 @@ class Layer:
             row_of |= {i: start[-1] + n for n, i in enumerate(here)}
             slots += [*here, *[-1] * (-len(here) % ROW_TILE)]
             start.append(len(slots))
-        slots += [-1] * (self.budget() - len(slots))
-        it = Rank(rank=rank, tokens=tokens, rows=len(slots))
+        if start[-1] > self.budget():  # in laps: all rows come home
+            row_of = dict.fromkeys(row_of, ELSEWHERE)
+        slots += [-1] * (self.most_rows() - len(slots))
+        it = Rank(rank=rank, tokens=tokens, rows=self.budget(), most=len(slots))
         own = range(first * self.choices, (first + tokens) * self.choices)
         words = {
             "row_start": start,
@@ -269,6 +283,7 @@ def drawn(seed: int, ranks: int = 1) -> Layer:
         accumulate=draw.random() < 0.5,
         ctas=draw.choice([1, 2, 3]),
         ahead=draw.choice([0, 1]),
+        tiles=draw.choice([0, 1, 2]) if ranks > 1 else 0,
     )
 
 

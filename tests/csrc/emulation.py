@@ -42,6 +42,7 @@ SIZES = [
     "rank",
     "most_tokens",
     "layer",
+    "most",
 ]
 BUFFERS = [
     "row_start",
@@ -150,9 +151,19 @@ FAULTS = {
         "if (lane == 0) mover.settle();",
         "",
     ),
+    "a-lap-does-not-wait-for-the-one-before": (
+        "sm90/direction.cuh",
+        "await_lap(p, storage.lap.number - 1);",
+        "",
+    ),
+    "fetch-does-not-wait-for-what-is-computed-again": (
+        "sm90/units.cuh",
+        "wait_count(input.word, input.count, p.fault, input.tag);",
+        "",
+    ),
 }
 _MOVED = "mover.copy(from, to, bytes);"
-_SENT = "mover.copy(p.exchange.pushed + static_cast<int64_t>(first + i) * bytes, there, bytes);"
+_SENT = "mover.copy(from + static_cast<int64_t>(i) * bytes, there, bytes);"
 _ADDED = """sum[0].add(value[0][i]);
         if (two) sum[1].add(value[1][i]);
         added += two ? 2 : 1;"""

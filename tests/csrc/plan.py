@@ -12,7 +12,7 @@ import numpy as np
 from tests.csrc import test_plan
 from tests.csrc.test_plan import FIELDS, Pass, Shape
 
-NAMES = ("expert", "pass", "m", "n", "row", "rows", "depth", "fault", "idle")
+NAMES = ("expert", "pass", "m", "n", "row", "rows", "depth", "fault", "idle", "lap", "base")
 Ints = np.ndarray  # of int32
 
 
@@ -31,7 +31,7 @@ class Tiles(test_plan.Planner):
             else:
                 start[expert + 1 :] = [s + draw.choice((1, 64)) for s in start[expert + 1 :]]
                 start = sorted(start)
-            shape = replace(shape, count=count, start=start)
+            shape = replace(shape, count=count, start=start, capacity=0)
         return shape
 
     def failures(self, cases: Sequence[Shape]) -> list[tuple[int, str]]:
@@ -75,35 +75,41 @@ class Tiles(test_plan.Planner):
 
 
 def expected(s: Shape) -> Ints:
-    """int32 [tickets, 9]: every tile of every pass and expert, sorted by what the head of plan.cuh
+    """int32 [tickets, 11]: every tile of every pass and expert, sorted by what the head of plan.cuh
     says of the order. Inside a pass of an expert: groups of 16 in m, then n, then m."""
-    ahead = min(s.ahead, s.experts)
-    segments = [((4, 0, 0), s.experts, s.passes, s.combine_tiles, 1, 0, 0, 0, 0, 0)]
-    for expert in range(s.experts + 1):
-        shared = expert == s.experts
-        start, count = (0, s.tokens) if shared else (s.start[expert], s.count[expert])
-        end = -(-s.tokens // 128) * 128 if shared else s.start[expert + 1]
+    segments = [((s.experts, 4, 0, 0), s.experts, s.passes, s.combine_tiles, 1, *[0] * 7)]
+    shared = range(s.experts, s.experts + 1)
+    for lap, expert, first, last in [
+        *((lap, e, of.start, of.stop) for lap, of in enumerate(s.laps()) for e in of),
+        (0, s.experts, s.experts, s.experts),
+    ]:
+        start, count = (0, s.tokens) if expert in shared else (s.start[expert], s.count[expert])
+        end = -(-s.tokens // 128) * 128 if expert in shared else s.start[expert + 1]
         fault = start % 128 or count < 0 or end - start != -(-count // 128) * 128
-        for which, (m, n, depth) in enumerate((s.shared if shared else s.routed)[: s.passes]):
-            if shared:
-                when = (2 if which else 0, which, 0)
-            elif which:
-                when = (3, expert, which)
+        ahead, base = min(s.ahead, last - first), 0 if expert in shared else s.start[first]
+        passes = [*enumerate((s.shared if expert in shared else s.routed)[: s.passes])]
+        if lap > 0 and s.again[1]:
+            passes.insert(0, (2 * s.passes + 1, s.again))
+        for place, (which, (m, n, depth)) in enumerate(passes):
+            if expert in shared:
+                when = (lap, 2 if place else 0, place, 0)
+            elif place:
+                when = (lap, 3, expert - first, place)
             else:
-                when = (1, expert, 0) if expert < ahead else (3, expert - ahead, 0)
+                early = expert - first < ahead
+                when = (lap, 1 if early else 3, expert - first - (0 if early else ahead), 0)
             weight = m > 0
             tall = (m if count > 0 or s.keep_empty else 0) if weight else (end - start) // 128
             deep = max(-(-count // 64), 1) if weight else depth
-            number = which + (s.passes + 1 if shared else 0)
-            segments.append(
-                (when, expert, number, tall, n, start, count, deep, weight, bool(fault))
-            )
+            number = which + (s.passes + 1 if expert in shared else 0)
+            form = (start - base, count, deep, weight, bool(fault), lap, base)
+            segments.append((when, expert, number, tall, n, *form))
     segments.sort()
     of = np.array([segment[1:] for segment in segments])
     each = of[:, 2] * of[:, 3]
     inside = np.arange(each.sum()) - np.repeat(each.cumsum() - each, each)
     segment = np.repeat(np.arange(len(of)), each)
-    expert, number, _, wide, start, count, deep, weight, fault = of[segment].T
+    expert, number, _, wide, start, count, deep, weight, fault, lap, base = of[segment].T
     m, n = inside // wide, inside % wide
     order = np.lexsort((m, n, m // 16, segment))
     combine = number == s.passes
@@ -111,7 +117,8 @@ def expected(s: Shape) -> Ints:
     rows = np.where(weight, count, np.clip(count - 128 * m, 0, 128))
     row, rows, deep = (np.where(combine | (fault > 0), 0, v) for v in (row, rows, deep))
     m, n = (np.where(fault, 0, v) for v in (m, n))
-    tiles = np.stack([expert, number, m, n, row, rows, deep, fault, np.zeros_like(m)], axis=1)
+    idle = np.zeros_like(m)
+    tiles = np.stack([expert, number, m, n, row, rows, deep, fault, idle, lap, base], axis=1)
     return tiles[order].astype(np.int32)
 
 

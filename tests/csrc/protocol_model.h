@@ -99,6 +99,7 @@ struct Work {
   bool refused = false;
   std::vector<int32_t> start, count, first;
   mok::PlanShape shape{};
+  std::vector<mok::Lap> laps;
   std::vector<mok::Tile> tiles;
   std::vector<Row> rows;    // in schedule order
   std::vector<int> brought; // [block] rows
@@ -143,12 +144,13 @@ inline void set_moves(Work &w, int sources, int rank, int ranks, bool mixed) {
             turns.at(ticket - first, w.start[expert + 1] / rows - first)) *
            rows;
   };
-  const mok::MoveOrder order = mok::MoveOrder::of(w.shape, sources);
+  const mok::MoveOrder order =
+      mok::MoveOrder::of(w.shape, sources, w.laps.data(), 0);
   for (int ticket = 0; ticket < order.count(); ++ticket) {
     const mok::Move move = order.at(ticket);
     add(move.source, row_of(move.group, mok::kMoveRows), mok::kMoveRows);
   }
-  for (int push = 0; push < w.start.back() / mok::kPushRows; ++push)
+  for (int push = 0; push < order.pushes; ++push)
     add(kHome, row_of(push, mok::kPushRows), mok::kPushRows);
   const auto before = [](const Work::Move &a, const Work::Move &b) {
     return a.expert < b.expert;
@@ -204,7 +206,8 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
   shape.combine_tiles = mok::tiles_of(shape.tokens, s.token_tile);
   shape.start = w.start.data();
   shape.count = w.count.data();
-  shape.capacity = w.start.back();
+  shape.capacity = shape.most = std::max(w.start.back(), mok::kRowTile);
+  shape.laps = 1;
   for (mok::PassShape *pass : {shape.routed, shape.shared}) {
     if (pass == shape.shared && !s.shared)
       break;
@@ -213,12 +216,17 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
     if (call.backward)
       pass[2] = pass[3] = {1, 1, 0};
   }
+  w.laps.resize(2);
+  const int32_t lap_count = mok::find_laps(shape, w.laps.data());
   set_moves(w, call.backward ? 2 : 1, rank, s.ranks, s.seed == kPushFirst);
-  w.first.resize(shape.segments() + 4);
-  for (int i = 0; i < shape.segments(); ++i)
-    w.first[i + 1] =
-        w.first[i] + mok::segment_tiles(shape, mok::segment_at(shape, i));
-  const mok::Plan plan{shape, w.first.data()};
+  std::vector<mok::Segment> segments(w.laps[1].segment);
+  w.first.resize(segments.size() + 4);
+  for (int i = 0; i < static_cast<int>(segments.size()); ++i) {
+    segments[i] = mok::segment_at(shape, w.laps.data(), i);
+    w.first[i + 1] = w.first[i] + mok::segment_tiles(shape, segments[i]);
+  }
+  const mok::Plan plan{shape, w.first.data(), segments.data(), w.laps.data(),
+                       &lap_count};
   mok::PlanWalker walker;
   for (int ticket = 0; ticket < plan.count(); ++ticket) {
     mok::Tile tile = mok::no_tile();

@@ -174,6 +174,14 @@ static uint32_t __reduce_add_sync(uint32_t, uint32_t mine) {
     return static_cast<int>(sum);
   });
 }
+static int __reduce_max_sync(uint32_t, int mine) {
+  return exchange(
+      mine, [](const int *value) { return *std::max_element(value, value + 32); });
+}
+static int __reduce_min_sync(uint32_t, int mine) {
+  return exchange(
+      mine, [](const int *value) { return *std::min_element(value, value + 32); });
+}
 static void atomicAdd(uint32_t *word, uint32_t amount) { *word += amount; }
 
 #include "device/choices.cuh"
@@ -223,25 +231,29 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
   }
   const int ranks = sizes[draw() % sizes.size()], local = all.experts / ranks;
   const int slots = all.tokens / ranks * all.choices;
-  int most = 0, loaded = 0; // rows, and of which rank
-  for (int rank = 0; rank < ranks; ++rank) {
-    const int rows = start[(rank + 1) * local] - start[rank * local];
+  int most = 0, loaded = 0; // rows, and on which rank, of an expert
+  int schedule = 0;         // of a rank
+  for (int expert = 0; expert < all.experts; ++expert) {
+    const int rows = start[expert + 1] - start[expert];
     if (rows > most)
-      loaded = rank;
+      loaded = expert / local;
     most = max(most, rows);
   }
+  for (int rank = 0; rank < ranks; ++rank)
+    schedule = max(schedule, start[(rank + 1) * local] - start[rank * local]);
   const bool fits = most == 0 || draw() % 4 != 0;
+  const int least = draw() % 2 == 0 ? most : schedule; // with laps, or without
   const int room =
-      fits ? most + static_cast<int>(draw() % 2) * 128 : most - 128;
+      fits ? least + static_cast<int>(draw() % 2) * 128 : most - 128;
   bool right = true;
   for (int rank = 0; rank < ranks && right; ++rank) {
     const int tokens =
         max(0, all.tokens / ranks - static_cast<int>(draw() % 3));
-    Buffer<int32_t> row(tokens * all.choices), slot(room),
+    Buffer<int32_t> row(tokens * all.choices), slot(schedule),
         next(all.experts + 1);
     Buffer<int32_t> row_start(local + 1), row_count(local), shared(2), count(1),
         faulty(1);
-    Buffer<float> prob(room);
+    Buffer<float> prob(schedule);
     mok::RouteFault choice{};
     mok::ExchangeFault fault{};
     mok::ViewArguments a{.route = all,
@@ -300,8 +312,8 @@ bool views_are_right(const mok::RouteArguments &all, const int32_t *start) {
       const int there = all.row_TK[rank * slots + i];
       const bool here = there >= base && there < base + rows;
       const int wanted = !fits || there < 0 ? -1
-                         : here             ? there - base
-                                            : mok::kElsewhere;
+                         : here && rows <= room ? there - base
+                                                : mok::kElsewhere;
       right = right && row.data()[i] == wanted;
       counted.sent += wanted != -1;
       counted.sent_slots += wanted != -1 ? i + 1 : 0;

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mok_megatron import limits
 from mok_megatron.backends import cuda, library
 from tests.csrc.test_sass import cuobjdump
 
@@ -196,12 +197,26 @@ def test_one_wrong_argument_is_named(op: str, argument: str, value: object, word
 def test_the_parts_of_a_schedule_have_room_and_do_not_overlap(sizes: tuple[int, int, int]) -> None:
     """Each at a multiple of 512 bytes; as many rows as capacity() says."""
     tokens, choices, experts = sizes
-    *starts, rows, total = torch.ops.mok_megatron.schedule_words(*sizes)
-    assert rows == cuda.capacity(tokens * choices, experts)
+    *starts, rows, most, total = torch.ops.mok_megatron.schedule_words(*sizes)
+    assert rows == most == cuda.capacity(tokens * choices, experts)
     room = (experts + 1, experts, 2, 1, 1, tokens * choices, rows, rows)
     ends = [start + size for start, size in zip(starts, room, strict=True)]
     assert all(start % 128 == 0 for start in starts)
     assert all(end <= start for end, start in zip(ends, [*starts[1:], total], strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(2, 1.0), (8, 1.25), (72, 1.25), (3, 100.0)])
+def test_a_schedule_of_several_ranks_has_room_for_any_routing(ranks: int, budget: float) -> None:
+    tokens, choices, experts = 300, 4, 6
+    rows = limits.row_capacity(tokens, choices, ranks, experts, budget)
+    *starts, held, most, total = torch.ops.mok_megatron.schedule_words(
+        tokens, choices, experts, rows, ranks * tokens
+    )
+    assert held == rows
+    assert most == limits.most_rows(tokens, choices, ranks, experts)
+    assert total >= starts[-1] + most  # its last part, probabilities
+    with pytest.raises(RuntimeError, match=r"mok: rows of any routing .*raise --mok-row-budget"):
+        torch.ops.mok_megatron.schedule_words(tokens, choices, experts, 128, 128 * 1000)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 4), (128, 0, 4), (128, 5, -1)])

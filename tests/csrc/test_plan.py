@@ -2,7 +2,8 @@
 
 A tile's causes are read off its fields, not off the plan's order: pass 1 waits for the pass 0 tiles
 of its row block, weight gradients for those of their expert, combine for pass 1 of every block
-(more than the rows of any token). Seeds are edits of plan.cuh that a check must notice.
+(more than the rows of any token), a lap for the last readers of the lap before it. Seeds are edits
+of plan.cuh that a check must notice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -26,9 +27,10 @@ SOURCES = (
     "tests/csrc/plan_host.cpp",
 )
 COUNTS = (0, 0, 1, 64, 65, 128, 129, 700)
-FIELDS = 9  # expert, pass, m, n, row, rows, depth, fault, idle
+FIELDS = 11  # expert, pass, m, n, row, rows, depth, fault, idle, lap, base
 Tile = tuple[int, ...]
 Pass = tuple[int, int, int]  # m_tiles, n_tiles, depth
+AGAIN = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +44,41 @@ class Shape:
     keep_empty: bool
     start: list[int]
     count: list[int]
+    again: Pass = (0, 0, 0)  # what laps behind the first do first
+    capacity: int = 0  # rows; 0: all of them
 
     @property
     def experts(self) -> int:
         return len(self.count)
 
+    @property
+    def rows(self) -> int:
+        return self.capacity or max(self.start[-1], 128)
+
     def words(self) -> list[int]:
-        numbers = [word for one in self.routed + self.shared for word in one]
+        numbers = [word for one in (*self.routed, *self.shared, self.again) for word in one]
         numbers += [self.passes, self.experts, self.ahead, self.tokens, self.combine_tiles]
-        return [*numbers, int(self.keep_empty), self.start[-1]]
+        return [*numbers, int(self.keep_empty), self.rows, max(self.start[-1], 128)]
 
     def split(self, tile: Tile) -> tuple[bool, int]:
-        """Of the shared expert; the pass: 0 to passes - 1, or passes of combine."""
+        """Of the shared expert; the pass: 0 to passes - 1, passes of combine, or AGAIN."""
+        if tile[1] == 2 * self.passes + 1:
+            return False, AGAIN
         shared = tile[0] == self.experts and tile[1] > self.passes
         return shared, tile[1] - (self.passes + 1 if shared else 0)
+
+    def laps(self) -> list[range]:
+        """The experts of each: as many as fit, one after the other."""
+        found, first = [], 0
+        while first < self.experts:
+            end = first + 1
+            while end < self.experts and self.start[end + 1] - self.start[first] <= self.rows:
+                end += 1
+            if self.start[-1] - self.start[first] <= self.rows:
+                end = self.experts
+            found.append(range(first, end))
+            first = end
+        return found
 
     def blocks(self, expert: int) -> int:
         if expert == self.experts:
@@ -65,12 +88,6 @@ class Shape:
 
 def ints(values: list[int]) -> ctypes.Array[ctypes.c_int32]:
     return (ctypes.c_int32 * len(values))(*values)
-
-
-def aligned(count: int) -> ctypes.Array[ctypes.c_int32]:
-    """Zeros on a 16-byte border."""
-    room = (ctypes.c_int32 * (count + 4))()
-    return (ctypes.c_int32 * count).from_buffer(room, -ctypes.addressof(room) % 16)
 
 
 class Planner:
@@ -93,15 +110,14 @@ class Planner:
     def tiles(self, shape: Shape, draw: random.Random, walkers: int) -> list[Tile]:
         """The tile of every ticket; tickets go to the walkers by chance."""
         arrays = [ints(shape.words()), ints(shape.start), ints(shape.count)]
-        first = aligned(shape.passes * (shape.experts + 1) + 2 + 3)
-        total = self.library.plan_first(*arrays, first)
+        total = self.library.plan_count(*arrays)
         tickets: list[list[int]] = [[] for _ in range(walkers)]
         for ticket in range(total):
             draw.choice(tickets).append(ticket)
         found: dict[int, Tile] = {}
         for mine in tickets:
             out = ints([0] * (FIELDS * len(mine)))
-            self.library.plan_walk(*arrays, first, ints(mine), len(mine), out)
+            self.library.plan_walk(*arrays, ints(mine), len(mine), out)
             for i, ticket in enumerate(mine):
                 found[ticket] = tuple(out[FIELDS * i : FIELDS * (i + 1)])
         return [found[ticket] for ticket in range(total)]
@@ -134,42 +150,53 @@ def drawn(draw: random.Random, most: int = 40) -> Shape:
         keep_empty=draw.random() < 0.5,
         start=start,
         count=count,
+        again=(0, draw.randint(1, 3), 5) if passes == 4 else (0, 0, 0),
+        capacity=draw.choice((0, max(max(count), 1) + draw.choice((127, 127, 700)))) // 128 * 128,
     )
 
 
 def expected(shape: Shape) -> Counter[Tile]:
-    tiles = [(shape.experts, shape.passes, m, 0, 0, 0, 0, 0, 0) for m in range(shape.combine_tiles)]
+    laps = shape.laps()
+    tiles = [
+        (shape.experts, shape.passes, m, 0, 0, 0, 0, 0, 0, 0, 0) for m in range(shape.combine_tiles)
+    ]
+    lap_of = {expert: lap for lap, experts in enumerate(laps) for expert in experts}
     for expert in range(shape.experts + 1):
         shared = expert == shape.experts
         start = 0 if shared else shape.start[expert]
         valid = shape.tokens if shared else shape.count[expert]
-        for which in range(shape.passes):
-            m_tiles, n_tiles, depth = (shape.shared if shared else shape.routed)[which]
+        lap = 0 if shared else lap_of[expert]
+        base = 0 if shared else shape.start[laps[lap].start]
+        passes = [*enumerate((shape.shared if shared else shape.routed)[: shape.passes])]
+        if lap > 0 and shape.again[1]:
+            passes.append((2 * shape.passes + 1, shape.again))
+        for which, (m_tiles, n_tiles, depth) in passes:
             number = which + (shape.passes + 1 if shared else 0)
             rows_of, weight = shape.blocks(expert), m_tiles > 0
             if weight:
                 rows_of = m_tiles if valid or shape.keep_empty else 0
                 depth = max(-(-valid // 64), 1)
             for m in range(rows_of):
-                row = start if weight else start + 128 * m
+                row = (start if weight else start + 128 * m) - base
                 rows = valid if weight else min(max(valid - 128 * m, 0), 128)
-                tiles += [(expert, number, m, n, row, rows, depth, 0, 0) for n in range(n_tiles)]
+                head, tail = (expert, number, m), (row, rows, depth, 0, 0, lap, base)
+                tiles += [(*head, n, *tail) for n in range(n_tiles)]
     return Counter(tiles)
 
 
-Key = tuple[int, int]  # pass 0 or 1, and a block; or 2 and an expert
+Key = tuple[int, int]  # pass 0, 1 or AGAIN, and a block; 2 and an expert; 3 and a lap
 
 
 def block_of(shape: Shape, tile: Tile) -> int:
-    return tile[4] // 128 + (shape.start[-1] // 128 if shape.split(tile)[0] else 0)
+    return (tile[4] + tile[10]) // 128 + (shape.start[-1] // 128 if shape.split(tile)[0] else 0)
 
 
 def raised(shape: Shape, tile: Tile) -> list[Key]:
     """Counters that the tile adds one to when it is done; as in direction.cuh announce."""
-    which = shape.split(tile)[1]
-    if which > 1:
-        return []
-    done = [(which, block_of(shape, tile))]
+    shared, which = shape.split(tile)
+    done = [(3, tile[9])] if not shared and 0 < which < shape.passes else []
+    if which in (0, 1, AGAIN):
+        done.append((which, block_of(shape, tile)))
     return [*done, (2, tile[0])] if which == 0 else done
 
 
@@ -177,8 +204,12 @@ def awaited(shape: Shape, tile: Tile) -> dict[Key, int]:
     """Counters that it waits for; as in direction.cuh input and combine_when_ready."""
     shared, which = shape.split(tile)
     tiles = (shape.shared if shared else shape.routed)[0][1]
-    if which == 0:
-        return {}
+    if which in (0, AGAIN):  # behind the lap's moves, which wait for the lap before
+        lap = tile[9]
+        waits = {(3, lap - 1): _steps(shape, shape.laps()[lap - 1])} if lap > 0 else {}
+        if lap > 0 and which == 0 and shape.again[1]:
+            waits |= {(AGAIN, block_of(shape, tile)): shape.again[1]}
+        return waits
     if which == shape.passes:
         blocks = shape.start[-1] // 128
         waits = {(1, block): shape.routed[1][1] for block in range(blocks)}
@@ -188,6 +219,16 @@ def awaited(shape: Shape, tile: Tile) -> dict[Key, int]:
     if which == 1:
         return {(0, block_of(shape, tile)): tiles}
     return {(2, tile[0]): shape.blocks(tile[0]) * tiles}
+
+
+def _steps(shape: Shape, experts: range) -> int:
+    """Tiles of the lap that read the buffers last: of pass 1 and of weight gradients."""
+    steps = 0
+    for expert in experts:
+        steps += shape.blocks(expert) * shape.routed[1][1]
+        if shape.count[expert] or shape.keep_empty:
+            steps += sum(m * n for m, n, _ in shape.routed[2 : shape.passes])
+    return steps
 
 
 def check_visits(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
@@ -250,35 +291,41 @@ def test_random_shapes(planner: Planner, check: Check, shapes: int) -> None:
     run(planner, check, range(shapes))
 
 
-STEADY = "Segment{ahead + step, 0} : Segment{step, inside}"
+STEADY = "of(ahead + step, 0) : of(step, inside)"
 SAYS = {check_visits: "a tile is", check_order: "of a later ticket", check_progress: "stand still"}
 SEEDS = {
     "shared rest lost": (
-        "if (index < rest) return {s.experts, 1 + index};\n  index -= rest;",
+        "if (index < rest) return apart(s.passes + 2 + index);\n    index -= rest;",
         "",
         check_visits,
     ),
     "first in reverse": (
         STEADY,
-        "Segment{s.experts - 1 - step, 0} : Segment{step, inside}",
+        "of(experts - 1 - step, 0) : of(step, inside)",
         check_order,
     ),
     "rest of a later expert": (
         STEADY,
-        "Segment{ahead + step, 0} : Segment{steady - 1 - step, inside}",
+        "of(ahead + step, 0) : of(steady - 1 - step, inside)",
         check_progress,
     ),
     "combine twice, first too": (
-        "if (index == 0) return {s.experts, 0};",
-        "if (index == 0) return {s.experts, s.passes};",
+        "if (index == 0) return apart(s.passes + 1);",
+        "if (index == 0) return apart(s.passes);",
         check_progress,
     ),
-    "an expert's rest twice": ("{steady + index / rest, 1", "{index / rest, 1", check_visits),
+    "an expert's rest twice": ("of(steady + index / rest, 1", "of(index / rest, 1", check_visits),
     "no zeros for the empty": ("rows || s.keep_empty", "rows", check_visits),
     "every block the first": ("tile.row += tile.m * kRowTile;", "", check_visits),
-    "shared as combine": (
-        "tile.pass += s.passes + 1",
-        "tile.pass += s.passes",
+    "again in the first lap": ("again = number > 0 &&", "again = number >= 0 &&", check_visits),
+    "again behind the rest": (
+        "!again ? pass : pass == 0 ? pass_again(s) : pass - 1",
+        "!again ? pass : pass == s.passes ? pass_again(s) : pass",
+        check_order,
+    ),
+    "a lap of one row tile too many": (
+        "while (expert < s.experts && s.start[expert + 1] - row <= s.capacity)",
+        "while (expert < s.experts && s.start[expert + 1] - row <= s.capacity + kRowTile)",
         check_visits,
     ),
 }
@@ -295,12 +342,12 @@ def test_a_seeded_fault_is_noticed(tmp_path: pathlib.Path, seed: str) -> None:
 def test_moves_come_once_and_the_second_source_follows_the_first(planner: Planner) -> None:
     draw = random.Random(4)
     for _ in range(200):
-        shape = drawn(draw)
+        shape = replace(drawn(draw), capacity=0)
         groups = shape.start[-1] // 4
         for sources in (1, 2):
             out = ints([0] * (2 * groups * sources + 1))
             words = [ints(shape.words()), ints(shape.start), ints(shape.count)]
-            lag = planner.library.move_order(*words, sources, out)
+            lag = planner.library.move_order(*words, sources, 0, out)
             moves = list(zip(out[:-1:2], out[1::2], strict=True))
             assert lag == shape.start[min(shape.ahead + 1, shape.experts)] // 4
             for source in range(sources):
@@ -329,10 +376,35 @@ def test_ranks_take_turns_in_an_expert(planner: Planner, ranks: int, most: int) 
             assert max(each.values()) <= -(-ranks // parts)
 
 
+def test_laps_are_whole_experts_that_fit(planner: Planner) -> None:
+    draw, several = random.Random(5), 0
+    for _ in range(200):
+        shape = drawn(draw)
+        laps = shape.laps()
+        several += len(laps) > 1
+        out = ints([0] * (4 * (len(laps) + 1)))
+        words = [ints(shape.words()), ints(shape.start), ints(shape.count)]
+        assert planner.library.plan_laps(*words, out) == len(laps)
+        for lap, experts in enumerate(laps):
+            first, row, _, steps = out[4 * lap : 4 * lap + 4]
+            assert (first, row) == (experts.start, shape.start[experts.start])
+            rows = shape.start[experts.stop] - row
+            assert rows <= shape.rows
+            if lap + 1 < len(laps):  # groups of 16 rows sent home, and weight tiles
+                pushed = sum(shape.blocks(e) * shape.routed[1][1] for e in experts)
+                assert steps == _steps(shape, experts) - pushed + rows // 16
+            groups = ints([0] * (rows + 1))  # a group and its source, of 4 rows
+            assert planner.library.move_order(*words, 2, lap, groups) >= 0
+            for source in range(2):
+                moved = [g for g, s in zip(groups[:-1:2], groups[1::2], strict=True) if s == source]
+                assert moved == list(range(rows // 4))
+    assert several > 50
+
+
 def test_rows_outside_the_contract_are_marked(planner: Planner) -> None:
     draw = random.Random(3)
     base = drawn(draw)
     outside = ([0, 64, 256], [64, 128]), ([0, 128, 256], [129, 1]), ([0, 256, 384], [1, 128])
     for start, count in outside:
-        shape = Shape(**{**vars(base), "start": start, "count": count, "ahead": 1})
+        shape = replace(base, start=start, count=count, ahead=1, capacity=0)
         assert any(tile[7] for tile in planner.tiles(shape, draw, 1))

@@ -24,14 +24,14 @@ def test_random_shapes(tmp_path: pathlib.Path) -> None:
 
 # Seeded faults: an edit of plan.cuh, and what is said of it.
 SEEDS = {
-    "a count above its room": (
-        "rows.end - rows.start != tiles_of(rows.valid, kRowTile) * kRowTile ||",
+    "a start inside a row tile": (
+        "g.row % kRowTile != 0 || ",
         "",
-        "rows of",
+        "row of|rows of|depth of|fault of|m of|n of",
     ),
     "a first of the wrong expert": (
-        "{ahead + step, 0} : Segment{step",
-        "{step, 0} : Segment{step",
+        "of(ahead + step, 0) : of(step",
+        "of(step, 0) : of(step",
         "",
     ),
     "m not counted from the group": ("tile.row += tile.m * kRowTile;", "", "row of"),

@@ -100,8 +100,8 @@ EDITS = {
     ),
     "an-expert-starts-with-its-second-pass": (
         "plan.cuh",
-        "if (index < ahead) return {index, 0};",
-        "if (index < ahead) return {index, 1};",
+        "if (index < ahead) return of(index, 0);",
+        "if (index < ahead) return of(index, 1);",
     ),
 }
 

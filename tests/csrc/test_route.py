@@ -140,8 +140,14 @@ SEEDS = {
         "view.cuh",
     ),
     "the budget is one row tile more": (
-        "most <= a.rows",
-        "most <= a.rows + kRowTile",
+        "largest <= a.rows",
+        "largest <= a.rows + kRowTile",
+        "views|died",
+        "view.cuh",
+    ),
+    "rows that laps overwrite stay": (
+        "start[first + local] - base <= a.rows",
+        "start[first + local] - base <= a.rows + kRowTile",
         "views|died",
         "view.cuh",
     ),

@@ -78,3 +78,10 @@ def test_registers_are_given_and_taken(kernels: dict[str, str]) -> None:
     for name, code in kernels.items():
         assert "USETMAXREG.DEALLOC" in code, name
         assert "USETMAXREG.TRY_ALLOC" in code, name
+
+
+def test_limits_are_of_a_clock_that_never_stands_still(kernels: dict[str, str]) -> None:
+    """An SM's own does, while another process has the GPU."""
+    for name, code in kernels.items():
+        assert "SR_GLOBALTIMER" in code, name
+        assert "SR_CLOCK" not in code, name

@@ -52,7 +52,6 @@ T __ldg(const T* from) {
   return *from;
 }
 
-inline long long clock64() { return emulated::clock(); }
 inline void __syncthreads() { emulated::sync(0, emulated::now().cta->threads); }
 inline void __syncwarp() { emulated::gather(0); }
 inline void __threadfence() {}
@@ -98,6 +97,13 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
   for (int i = 0; i < 32; ++i) sum += static_cast<uint32_t>(all[i]);
   return sum;
 }
+inline int __reduce_max_sync(uint32_t, int value) {
+  const uint64_t* const all = emulated::gather(static_cast<uint32_t>(value));
+  int found = static_cast<int>(all[0]);
+  for (int i = 1; i < 32; ++i) found = std::max(found, static_cast<int>(all[i]));
+  return found;
+}
+inline int __reduce_min_sync(uint32_t mask, int value) { return -__reduce_max_sync(mask, -value); }
 inline bool __any_sync(uint32_t mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
 
 template <class T>

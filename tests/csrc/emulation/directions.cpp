@@ -7,7 +7,7 @@ namespace {
 struct Sizes {  // the order of emulation.py's words
   int64_t tokens, choices, experts, rows, hidden, width, shared_width;
   int64_t ctas, ahead, fp32, accumulate;
-  int64_t ranks, rank, most_tokens, layer;
+  int64_t ranks, rank, most_tokens, layer, most;
 };
 
 struct Buffers {  // likewise; null: not there
@@ -65,7 +65,8 @@ mok::Routing routing(const Sizes& s, const Buffers& b) {
           .tokens = static_cast<int32_t>(s.tokens),
           .choices = static_cast<int32_t>(s.choices),
           .experts = static_cast<int32_t>(s.experts),
-          .rows = static_cast<int32_t>(s.rows)};
+          .rows = static_cast<int32_t>(s.rows),
+          .most = static_cast<int32_t>(s.most)};
 }
 
 mok::Sizes sizes(const Sizes& s) {
@@ -123,7 +124,7 @@ mok::GatherArguments gather_of(const Sizes& s, const mok::Peers& peers, void* st
   a.choices = static_cast<int32_t>(s.choices);
   a.limit = static_cast<int32_t>(s.most_tokens);
   a.experts = static_cast<int32_t>(s.experts);
-  a.patience = 1;
+  a.patience_ns = 1;
   a.record = mok::exchange_fault_record();
   a.fault = mok::fault_record();
   a.ctas = static_cast<int32_t>(s.ctas);
@@ -225,7 +226,7 @@ const char* run(int64_t ranks, const Sizes* const* sizes, const Buffers* const* 
 
 extern "C" {
 
-int64_t words(const Sizes* s) { return mok::direction_words(s->rows, s->tokens, s->experts); }
+int64_t words(const Sizes* s) { return mok::direction_words(s->rows, s->most, s->tokens, s->experts); }
 void plant(int fault) { emulated::planted = fault; }
 // What gather, view and the end of a grid found since the last call of this: kind, rank, value, wanted.
 void exchange_fault(int64_t (&found)[4]) {
@@ -275,18 +276,21 @@ const char* forward(int64_t ranks, const Sizes* const* sizes_P, const Buffers* c
 const char* backward(int64_t ranks, const Sizes* const* sizes_P, const Buffers* const* buffers_P,
                      int64_t seed, int64_t started) {
   std::vector<Weights> kept;
-  kept.reserve(2 * ranks);
+  kept.reserve(3 * ranks);
   return run(ranks, sizes_P, buffers_P, seed, started, [&](const Sizes& s, const Buffers& b) {
     using mok::Role;
     kept.emplace_back(s, b.w1, b.w2, Role::kInputGradient, Role::kDownGradient);
     const mok::WeightTables weights = kept.back().get();
     kept.emplace_back(s, b.d_w1, b.d_w2, Role::kGradient, Role::kGradient, s.fp32 != 0);
     const mok::WeightTables d = kept.back().get();
+    kept.emplace_back(s, b.w1, b.w2, Role::kUp, Role::kProduct);
+    const void* const again = kept.back().get().w1;
     mok::sm90::launch_backward(
         {.routing = s.ranks > 1 ? open_backward(s, b) : routing(s, b),
          .peers = peers(s, b),
          .sizes = sizes(s),
          .weights = weights,
+         .again_w1 = s.ranks > 1 ? again : nullptr,
          .gradients = {.w1 = d.w1,
                        .w2 = d.w2,
                        .shared_w1 = d.shared_w1,

@@ -136,10 +136,11 @@ inline void give_way() {
   for (;;) leave_fiber();
 }
 
-inline long long clock() {
+// After a failed poll: whether nobody else has had anything to do for long.
+inline bool expired() {
   now().polls = true;
   give_way();
-  return machine->expired ? INT64_MAX : 0;
+  return machine->expired;
 }
 
 // All lanes' values.
