@@ -112,12 +112,11 @@ def graphs_of_moe(c: Any) -> str | None:
     return f"cuda_graph_modules with {', '.join(bad)}" if bad else None
 
 
-def graph_of_iteration(c: Any) -> str | None:
-    if graph_implementation(c) == "full_iteration" or any(
-        name == "full_iteration" for name in graph_modules(c)
-    ):
-        return "a full-iteration CUDA graph"
-    return None
+def cold_graph_of_iteration(c: Any) -> str | None:
+    """A CUDA graph of the whole iteration, of which none has run before it is captured."""
+    whole = graph_implementation(c) == "full_iteration" or "full_iteration" in graph_modules(c)
+    steps = get(c, "cuda_graph_warmup_steps", 1)
+    return f"cuda_graph_warmup_steps={steps}" if whole and steps < 1 else None
 
 
 def unordered_router(c: Any) -> str | None:

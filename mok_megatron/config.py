@@ -7,8 +7,8 @@ Megatron version lacks breaks none of them.
 What is not refused works: Megatron's router with all its losses, biases, groups and replay;
 capacity factors that drop tokens without padding; multi-token prediction; shared experts;
 recomputation of the layer, of its norm and of the shared expert; tensor parallelism with sequence
-parallelism; CUDA graphs of attention. Flags that ask for what the fused call does in any case are
-accepted and named once (`already_done`).
+parallelism; CUDA graphs of attention or of whole iterations. Flags that ask for what the fused call
+does in any case are accepted and named once (`already_done`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 from mok_megatron.conditions import (
     above_one,
     activation,
+    cold_graph_of_iteration,
     expert_tensor_parallel,
     get,
     given,
-    graph_of_iteration,
     graphs_of_moe,
     inference_optimized,
     offloaded,
@@ -212,12 +212,6 @@ RULES: tuple[Rule, ...] = (
         remedy=f"drop --tensor-parallel-num-weight-shards, {_ALLTOALL}",
     ),
     Rule(
-        name="moe_single_grouped_weight",
-        found=on("moe_single_grouped_weight"),
-        must="each expert must have a weight of its own",
-        remedy=f"drop --moe-single-grouped-weight, {_ALLTOALL}",
-    ),
-    Rule(
         name="moe_single_grouped_bias",
         found=on("moe_single_grouped_bias"),
         must="experts cannot have biases",
@@ -365,9 +359,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="cuda_graph_impl",
-        found=graph_of_iteration,
-        must="a CUDA graph cannot capture the whole iteration",
-        remedy=f"use --cuda-graph-impl none, or local with --cuda-graph-modules attn, {_ALLTOALL}",
+        found=cold_graph_of_iteration,
+        must="an iteration must have run before a CUDA graph captures it, since kernels load and "
+        "buffers are made then",
+        remedy="use --cuda-graph-warmup-steps 1 or more",
     ),
     Rule(
         name="transformer_impl",
@@ -397,6 +392,13 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         found=on("use_torch_fsdp2"),
         must="parameters cannot be sharded by torch FSDP2",
         remedy=f"use --use-distributed-optimizer in place of --use-torch-fsdp2, {_ALLTOALL}",
+    ),
+    Rule(
+        name="optimizer_cuda_graph",
+        found=on("optimizer_cuda_graph"),
+        must="the host must look for faults of the device before each optimizer step, which a "
+        "graph's replay does not",
+        remedy=f"drop --optimizer-cuda-graph, {_ALLTOALL}",
     ),
     Rule(
         name="moe_use_upcycling",

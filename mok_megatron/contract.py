@@ -200,7 +200,8 @@ class GradientStore(Protocol):
     """Who owns the memory of the weight gradients, and what autograd is given in their place."""
 
     def open(self, weights: Weights, needed: tuple[bool, ...], shape: MoEShape) -> WeightGradients:
-        """Memory for this backward; `needed` is in the order of `Weights.flat`."""
+        """Memory for this backward; `needed` is in the order of what autograd differentiates:
+        `Weights.flat`, or the tensors that those are views of."""
 
     def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
-        """What autograd gets for each weight, in the order of `Weights.flat`."""
+        """What autograd gets for each of them, in that order."""

@@ -47,9 +47,10 @@ class FreshGradients:
 
 
 class FusedMoE(torch.autograd.Function):
-    """x_TH, expert_TK, prob_TK, *flat -> y_TH, through a backend's explicit forward and backward.
+    """x_TH, expert_TK, prob_TK, *owners -> y_TH, through a backend's explicit forward and backward.
 
-    `weights` is what `flat`, which autograd must see one by one, was made of.
+    `owners` are the tensors that autograd must see, one by one; `weights` are they, or views of
+    them.
     """
 
     @staticmethod
@@ -61,12 +62,12 @@ class FusedMoE(torch.autograd.Function):
         x_TH: Tensor,
         expert_TK: Tensor,
         prob_TK: Tensor,
-        *flat: Tensor,
+        *owners: Tensor,
     ) -> Tensor:
         """One call of backend.forward; shapes as in contract.Backend."""
         y_TH, context = backend.forward(x_TH, expert_TK, prob_TK, weights)
         ctx.backend, ctx.store, ctx.host = backend, store, context.host
-        ctx.weights, ctx.versions = weights, sum(map(_version, flat))
+        ctx.weights, ctx.owners, ctx.versions = weights, owners, sum(map(_version, owners))
         ctx.save_for_backward(*context.tensors)
         return y_TH
 
@@ -76,7 +77,7 @@ class FusedMoE(torch.autograd.Function):
         """One call of backend.backward."""
         backend, store, weights = ctx.backend, ctx.store, ctx.weights
         saved = ctx.saved_tensors  # read once: recompute refills it at the first reading only
-        if sum(map(_version, weights.flat())) != ctx.versions:  # each only ever grows
+        if sum(map(_version, ctx.owners)) != ctx.versions:  # each only ever grows
             raise RuntimeError(
                 "mok: an expert weight must stay as it is from forward to backward, got one "
                 "modified by an inplace operation; step the optimizer after the backward"
@@ -103,17 +104,19 @@ def fused_moe(
     weights: Weights,
     backend: Backend,
     store: GradientStore | None = None,
+    owners: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """The whole MoE layer after its router, differentiable in x_TH, prob_TK and the weights.
 
     x_TH [T, H], expert_TK int32 [T, K] (-1: empty slot), prob_TK fp32 [T, K] -> y_TH [T, H] in x's
     dtype. Collective over the backend's group. `store` says where weight gradients go (default: new
-    tensors).
+    tensors). `owners`: what autograd differentiates in the weights' place, where those are views of
+    fewer tensors; `store` is one that knows them then.
     """
     store = store or FreshGradients()
-    y_TH: Tensor = FusedMoE.apply(
-        backend, store, weights, x_TH, expert_TK, prob_TK, *weights.flat()
-    )
+    if owners is None:
+        owners = weights.flat()
+    y_TH: Tensor = FusedMoE.apply(backend, store, weights, x_TH, expert_TK, prob_TK, *owners)
     return y_TH
 
 

@@ -109,8 +109,8 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             memory = self._backend.memory(tokens)
             _announce(f"mok: {memory}", self.config.pipeline_model_parallel_size > 1)
 
-    def _observe(self, backend: Backend) -> observe.Observed:
-        counts = observe.wants_scalars(plugin.training_arguments())
+    def _observe(self, backend: Backend, device: torch.device) -> observe.Observed:
+        counts = device if observe.wants_scalars(plugin.training_arguments()) else None
         return observe.Observed(backend, self.config, self.ep_group, counts=counts)
 
     def _already_done(self) -> Iterator[str]:
@@ -180,7 +180,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
         )
         nvtx_range_pop("mok/route")
         if self._observed is None:
-            self._observed = self._observe(backend)
+            self._observed = self._observe(backend, hidden_states.device)
         self._observed.count(routing_map_TE)
         y_TH = fused_moe(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
@@ -189,6 +189,7 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
             weights,
             self._observed,
             owners.store,
+            owners.parameters,
         )
         if not self._has_said_memory:
             self._say_memory(y_TH.shape[0])

@@ -11,9 +11,9 @@ Scalars   rows that a rank computes in a layer and micro-batch (the largest, the
           the next tile or a token's sum needs. With --tensorboard-dir or --wandb-project, every
           --tensorboard-log-interval iterations.
 
-Both are counted on the device and read when they are written, where all ranks add them up. A
-recomputed forward counts once, an evaluation not at all, but for what it waits. Without these flags
-nothing is read, and no row counted.
+Rows, and the calls they came in, are counted on the device, so that a CUDA graph's replays count
+too, and read when they are written, where all ranks add them up. A recomputed forward counts once,
+an evaluation not at all, but for what it waits. Without these flags no row is counted.
 """
 
 from __future__ import annotations
@@ -38,16 +38,21 @@ class Observed:
     """A layer's backend with its calls seen; a contract.Backend itself.
 
     `config`: the layer's, which Megatron gives its timers. `group`: the expert parallel one.
-    `counts`: whether rows are counted.
+    `counts`: the device on which rows are counted; None: they are not.
     """
 
-    def __init__(self, backend: Backend, config: Any, group: ProcessGroup, *, counts: bool) -> None:
+    def __init__(
+        self, backend: Backend, config: Any, group: ProcessGroup, *, counts: torch.device | None
+    ) -> None:
         self.backend, self.name, self.shape = backend, backend.name, backend.shape
-        self.group, self.counts = group, counts
-        self.rows_E: Tensor | None = None
-        self.calls = 0
+        self.group = group
         self._config = config
-        if counts:
+        # Rows of each expert, and calls: the same memory for good, to which graphs add.
+        self._counted: Tensor | None = None
+        if counts is not None:
+            self._counted = torch.zeros(
+                backend.shape.num_experts + 1, dtype=torch.int64, device=counts
+            )
             _observed.append(weakref.ref(self))
 
     def forward(
@@ -68,10 +73,9 @@ class Observed:
 
     def count(self, routing_map_TE: Tensor) -> None:
         """Adds the rows of a forward that a backward will follow."""
-        if self.counts and torch.is_grad_enabled():
-            rows_E = routing_map_TE.sum(0)
-            self.rows_E = rows_E if self.rows_E is None else self.rows_E.add_(rows_E)
-            self.calls += 1
+        if self._counted is not None and torch.is_grad_enabled():
+            self._counted[:-1].add_(routing_map_TE.sum(0))
+            self._counted[-1:].add_(1)
 
     def take_waits(self) -> float:
         """Milliseconds that all layers of this backend's workspace have waited, since asked last;
@@ -79,10 +83,13 @@ class Observed:
         take = getattr(self.backend, "take_waits", None)
         return 0.0 if take is None else sum(take())
 
-    def take(self) -> tuple[Tensor | None, int]:
-        """Rows this rank's tokens sent to each expert, and in how many calls, since asked last."""
-        taken = self.rows_E, self.calls
-        self.rows_E, self.calls = None, 0
+    def take(self) -> Tensor | None:
+        """int64 [E + 1]: rows this rank's tokens sent to each expert, and in how many calls, since
+        asked last; None: nothing is counted."""
+        if self._counted is None:
+            return None
+        taken = self._counted.clone()
+        self._counted.zero_()
         return taken
 
     def _seen[T](self, phase: str, call: Callable[..., T], *arguments: Any) -> T:
@@ -113,7 +120,7 @@ def report(iteration: int, arguments: Any) -> None:
 
     interval = arguments.tensorboard_log_interval
     if wants_scalars(arguments) and iteration % interval == 0:
-        scalars = gather(arguments.num_experts)
+        scalars = gather()
         writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         for name, value in scalars.items() if writer or wandb else ():
             if writer:
@@ -127,20 +134,20 @@ def report(iteration: int, arguments: Any) -> None:
         timers.log(list(TIMERS), normalizer=every)
 
 
-def gather(num_experts: int) -> dict[str, float]:
+def gather() -> dict[str, float]:
     """The scalars since they were gathered last. Collective over all ranks."""
     alive = [observed for ref in _observed if (observed := ref()) is not None]
     device = torch.cuda.current_device()  # of the shim a CPU
     most = torch.zeros(3, dtype=torch.float64, device=device)  # rows, ratio, wait
     total = torch.zeros(4, dtype=torch.float64, device=device)  # rows, layers, wait, ranks
-    waited, all_calls = sum(observed.take_waits() for observed in alive), 0
+    waited, calls = sum(observed.take_waits() for observed in alive), most.new_zeros(())
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for observed in alive:
-        rows_E, calls = observed.take()
-        all_calls += calls
-        zeros = torch.zeros(num_experts, dtype=torch.float64, device=device)
-        mean_E = zeros if rows_E is None else rows_E.double() / calls
-        by_group.setdefault(observed.group, []).append(mean_E)
+        taken = observed.take()
+        if taken is not None:
+            calls += taken[-1]
+            mean_E = taken[:-1].double() / taken[-1].clamp_min(1)
+            by_group.setdefault(observed.group, []).append(mean_E)
     for group, layers in by_group.items():
         rows_ME = torch.stack(layers)
         dist.all_reduce(rows_ME, group=group)
@@ -150,13 +157,12 @@ def gather(num_experts: int) -> dict[str, float]:
         most[:2] = torch.maximum(most[:2], torch.stack([most_M.max(), ratio_M.max()]))
         total[0] += mean_M.sum()
         total[1] += len(layers)
-    if all_calls:
-        most[2] = total[2] = waited / all_calls
-        total[3] = 1
+    most[2] = total[2] = waited / calls.clamp_min(1)
+    total[3] = calls > 0
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
     rows, ratio, wait = most.tolist()
-    sum_rows, layers_seen, sum_wait, ranks = total.tolist()
+    sum_rows, layers_seen, sum_waits, ranks = total.tolist()
     if not layers_seen:
         return {}
     scalars = {
@@ -166,5 +172,5 @@ def gather(num_experts: int) -> dict[str, float]:
     }
     if wait:
         scalars["mok/exposed wait in ms, max"] = wait
-        scalars["mok/exposed wait in ms, mean"] = sum_wait / ranks
+        scalars["mok/exposed wait in ms, mean"] = sum_waits / max(ranks, 1)
     return scalars

@@ -33,22 +33,25 @@ from mok_megatron.function import FreshGradients
 
 
 def read_weights(experts: Any, shared_experts: Any) -> Weights:
-    """The Parameters of SequentialMLP or TEGroupedMLP, and of the shared expert when it is fused.
+    """The Parameters of SequentialMLP or TEGroupedMLP, and of the shared expert when it is fused;
+    of a TEGroupedMLP with --moe-single-grouped-weight, each expert's view of its Parameter.
 
     `experts`: Megatron's expert module of this rank; `shared_experts`: SharedExpertMLP or None.
     Raises TypeError for any other expert module.
     """
+    local = range(getattr(experts, "num_local_experts", 0))
     if hasattr(experts, "local_experts"):  # SequentialMLP: one MLP per expert
         w1 = tuple(e.linear_fc1.weight for e in experts.local_experts)
         w2 = tuple(e.linear_fc2.weight for e in experts.local_experts)
-    elif hasattr(experts, "linear_fc1") and hasattr(experts.linear_fc1, "weight0"):  # TEGroupedMLP
-        local = range(experts.num_local_experts)
+    elif stacked := _stacked(experts):
+        w1, w2 = (_members(parameter) for parameter in stacked)
+    elif getattr(getattr(experts, "linear_fc1", None), "weight0", None) is not None:
         w1 = tuple(getattr(experts.linear_fc1, f"weight{i}") for i in local)
         w2 = tuple(getattr(experts.linear_fc2, f"weight{i}") for i in local)
     else:
         raise TypeError(
-            "mok: the expert module must be Megatron's SequentialMLP or TEGroupedMLP with one "
-            f"weight per expert, got {type(experts).__name__}; use the standard layer spec, or "
+            "mok: the expert module must be Megatron's SequentialMLP or TEGroupedMLP with "
+            f"unquantised weights, got {type(experts).__name__}; use the standard layer spec, or "
             "--moe-token-dispatcher-type alltoall"
         )
     if shared_experts is None:
@@ -59,6 +62,29 @@ def read_weights(experts: Any, shared_experts: Any) -> Weights:
         shared_w1=shared_experts.linear_fc1.weight,
         shared_w2=shared_experts.linear_fc2.weight,
     )
+
+
+def _stacked(experts: Any) -> tuple[Any, ...]:
+    """The weights of a TEGroupedMLP that has one Parameter [L, ...] for all its experts, else none.
+
+    It is Transformer Engine's GroupedTensor, which keeps its numbers beside itself, in
+    `rowwise_data`.
+    """
+    layers = (getattr(experts, name, None) for name in ("linear_fc1", "linear_fc2"))
+    weights = tuple(getattr(layer, "weight", None) for layer in layers)
+    for weight in weights:
+        held = getattr(weight, "rowwise_data", None)
+        if weight is None or held is None or held.dtype != weight.dtype:
+            return ()
+    return weights
+
+
+def _members(tensor: Any) -> tuple[Tensor, ...]:
+    """Of a stacked parameter [L, ...], or of what has its form, each expert's view; else itself."""
+    if tensor.dim() < 3:
+        return (tensor,)
+    held = getattr(tensor, "rowwise_data", None)
+    return tuple((tensor if held is None else held.detach().view(tensor.shape)).unbind())
 
 
 def check_owners(experts: nn.Module, shared_experts: nn.Module | None) -> None:
@@ -124,7 +150,12 @@ class ExpertModules:
     ) -> None:
         check_owners(experts, shared_experts)
         self.weights = read_weights(experts, shared_experts)
-        self.store = MainGradients(self.weights, stand_ins=stand_ins)
+        self._stacked = _stacked(experts)
+        # What autograd sees: the weights, or the parameters that they are views of.
+        self.parameters = self.weights.flat()
+        if self._stacked:
+            self.parameters = *self._stacked, *self.parameters[2 * len(self.weights.w1) :]
+        self.store = MainGradients(self.parameters, stand_ins=stand_ins)
         roots = [m for m in (shared_experts, experts) if m is not None]
         self._roots = experts, shared_experts
         self._modules = [*chain.from_iterable(m.modules() for m in roots)]
@@ -148,8 +179,9 @@ class ExpertModules:
             run_forward_pre_hooks(*with_hooks, inside=False)
 
     def _now_inside(self) -> list[Any]:
-        """Every child and every parameter, module by module."""
-        return [*chain.from_iterable(map(dict.values, self._held))]
+        """Every child and every parameter, module by module, and where stacked ones are."""
+        places = (parameter.rowwise_data for parameter in self._stacked)
+        return [*chain.from_iterable(map(dict.values, self._held)), *places]
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -182,13 +214,14 @@ class _Opened:
 class MainGradients:
     """Weight gradients in Megatron's `main_grad` where a parameter has one, else in new memory.
 
-    The last main_grads are held, and a backward that finds the same ones again gets the same
-    record. `stand_ins`: whether DDP insists on some `.grad`; to set it takes longer than all else
-    that is done for a parameter.
+    `parameters`: those of the weights, in the order of Weights.flat; a stacked one stands for all
+    its experts. The last main_grads are held, and a backward that finds the same ones again gets
+    the same record. `stand_ins`: whether DDP insists on some `.grad`; to set it takes longer than
+    all else that is done for a parameter.
     """
 
-    def __init__(self, parameters: Weights, *, stand_ins: bool = True) -> None:
-        self.parameters = parameters.flat()
+    def __init__(self, parameters: tuple[Tensor, ...], *, stand_ins: bool = True) -> None:
+        self.parameters = parameters
         self.stand_ins = stand_ins
         self._last: _Opened | None = None
 
@@ -200,15 +233,17 @@ class MainGradients:
         self._last = None
         main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
         if all(g is None for g in main_grads):
-            return FreshGradients().open(weights, needed, shape)
+            each = zip(self.parameters, needed, strict=True)
+            of_members = (n for p, n in each for _ in _members(p))
+            return FreshGradients().open(weights, tuple(of_members), shape)
         flat: list[Tensor | None] = []
         for parameter, main_grad, wanted in zip(self.parameters, main_grads, needed, strict=True):
             if not wanted:
-                flat.append(None)
+                flat += [None] * len(_members(parameter))
             elif main_grad is None:
-                flat.append(torch.zeros_like(parameter))
+                flat += map(torch.zeros_like, _members(parameter))
             else:
-                flat.append(main_grad)
+                flat += _members(main_grad)
         into = WeightGradients.of(tuple(flat), shape, accumulate=True)
         wanted_parameters = [p for p, wanted in zip(self.parameters, needed, strict=True) if wanted]
         held = [g for g, wanted in zip(main_grads, needed, strict=True) if wanted and g is not None]
@@ -217,7 +252,7 @@ class MainGradients:
                 needed=needed,
                 wanted=[*zip(wanted_parameters, held, strict=True)],
                 stand_ins=[(p, _zeros(p.shape, p.dtype, p.device)) for p in wanted_parameters],
-                nothing=(None,) * len(flat),
+                nothing=(None,) * len(self.parameters),
                 into=into,
             )
         return into
@@ -233,14 +268,18 @@ class MainGradients:
         if last is not None and last.into is into:
             self._added(last.stand_ins)
             return last.nothing
-        gradients = FreshGradients().close(weights, into)
+        gradients = iter(FreshGradients().close(weights, into))
         fresh: list[Tensor | None] = []
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            main = gradient is not None and gradient is getattr(parameter, "main_grad", None)
-            if main:
+        for parameter in self.parameters:
+            members = [g for _ in _members(parameter) if (g := next(gradients)) is not None]
+            if not members:
+                fresh.append(None)
+            elif getattr(parameter, "main_grad", None) is not None:
                 zeros = _zeros(parameter.shape, parameter.dtype, parameter.device)
                 self._added([(parameter, zeros)])
-            fresh.append(None if main else gradient)
+                fresh.append(None)
+            else:
+                fresh.append(torch.stack(members) if parameter.dim() == 3 else members[0])
         return tuple(fresh)
 
     def _added(self, stand_ins: Sequence[tuple[Any, Tensor]]) -> None:
@@ -256,4 +295,5 @@ class MainGradients:
 
 @cache
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+    """Of a stacked parameter in the memory of one expert."""
+    return torch.zeros(shape[-2:], dtype=dtype, device=device).expand(shape)

@@ -138,7 +138,7 @@ class MokArm(Arm):
         if accumulate:
             for leaf, place in zip(self.weights, self.places(), strict=True):
                 leaf.main_grad = place  # type: ignore[attr-defined] # as Megatron's DDP does
-        self.store = MainGradients(self.given) if accumulate else FreshGradients()
+        self.store = MainGradients(self.given.flat()) if accumulate else FreshGradients()
 
     def weight_leaves(self) -> list[Tensor]:
         return [_leaf(w) for w in one_by_one(self.problem, self.problem.weights)]

@@ -32,9 +32,13 @@ def plot(path: Path, lines: list[dict[str, Any]], curves: list[Sweep] | None = N
     curves = sweeps(lines) if curves is None else curves
     swept = {id(line) for sweep in curves for line in sweep.lines}
     single = [line for line in lines if id(line) not in swept]
-    panels = [t for t in TABLES if any(line["table"] == t for line in single)]
+    panels = [
+        (table, part)
+        for table in TABLES
+        for part in _rows([line for line in single if line["table"] == table])
+    ]
     count = len(panels) + len(curves)
-    widest = max([sum(line["table"] == t for line in single) for t in panels] or [1])
+    widest = max([len(part) for _, part in panels] or [1])
     figure, axes = plt.subplots(
         count,
         1,
@@ -44,8 +48,8 @@ def plot(path: Path, lines: list[dict[str, Any]], curves: list[Sweep] | None = N
     )
     every = [*lines, *(line for sweep in curves for line in sweep.lines)]
     colors = _colors(every)
-    for axis, which in zip(axes[:, 0], panels, strict=False):
-        _bars(axis, [line for line in single if line["table"] == which], colors)
+    for axis, (which, part) in zip(axes[:, 0], panels, strict=False):
+        _bars(axis, part, colors)
         axis.set_title(f"One MoE layer, {TABLES[which]}; whiskers: all rounds", loc="left")
     for axis, sweep in zip(axes[len(panels) :, 0], curves, strict=True):
         _curves(axis, sweep, colors)
@@ -107,11 +111,12 @@ def waterfall(path: Path, lines: list[dict[str, Any]]) -> str | None:
          for line, way in bars], fontsize=8,
     )  # fmt: skip
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.35 * max(patch.get_x() + patch.get_width() for patch in axis.patches))
+    axis.set_xlim(0, 1.4 * max(patch.get_x() + patch.get_width() for patch in axis.patches))
     axis.set(xlabel=f"% of the time of {lines[0]['first']}'s direction")
     axis.set_title(
-        "Where a direction's time goes: each pass at its bound (cuBLAS or bytes), and the rest:\n"
-        "routing, rows moved and combined, waits, and what a pass needs above its bound",
+        "Where a direction's time goes: each pass at its bound\n(cuBLAS or bytes), and the rest: "
+        "routing, rows moved and\ncombined, waits, and what a pass needs above its bound",
+        loc="left",
         fontsize=10,
     )  # fmt: skip
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
@@ -127,6 +132,13 @@ def waterfall(path: Path, lines: list[dict[str, Any]]) -> str | None:
 def _about(figure: Any, line: dict[str, Any]) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in line["versions"].items())
     figure.supxlabel(f"{line['device']}; {versions}; commit {line['commit'][:12]}", fontsize=8)
+
+
+def _rows(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """In rows of one length, of five at most."""
+    rows = -(-len(lines) // 5)
+    size = -(-len(lines) // max(rows, 1))
+    return [lines[row * size : (row + 1) * size] for row in range(rows)]
 
 
 def _colors(lines: list[dict[str, Any]]) -> dict[str, str]:
@@ -180,7 +192,7 @@ def _told(line: dict[str, Any]) -> str:
     shape = line["shape"]
     experts = f"{shape['experts']} experts{' + shared' * bool(shape['shared_ffn'])}"
     model = line["name"].partition("/")[0]
-    return f"{model}\n{experts}, {line['load']} load\n{shape['tokens']} tokens"
+    return f"{model}\n{experts}\n{line['load']} load, {shape['tokens']} tokens"
 
 
 def _curves(axis: Any, sweep: Sweep, colors: dict[str, str]) -> None:
@@ -202,7 +214,7 @@ def _curves(axis: Any, sweep: Sweep, colors: dict[str, str]) -> None:
         axis.plot(places, times, ":", color="gray", label=f"trend of {first}: {trend}")
     axis.set(xscale="log", yscale="log", xlabel=WORDS[sweep.axis], ylabel="ms (lower is better)")
     axis.set_xticks(places, list(map(str, places)), minor=False)
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
     axis.minorticks_off()
     axis.grid(alpha=0.3)

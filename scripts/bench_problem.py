@@ -7,7 +7,8 @@ tokens, never padding. Letters as in mok_megatron/contract.py; K choices, all of
 Loads     balanced (each expert the same rows), random (each token K experts, all alike), zipf (the
           same with weight 1/rank), empty (random over three quarters of the experts), hot: one
           expert has half the rows. A token chooses an expert once, so for K > 2 `hot` has the same
-          rows as two choices of T * K / 2 tokens.
+          rows as two choices of T * K / 2 tokens; pairs is balanced with the same two choices, to
+          compare it with.
 Bound     A pass of the layer is one product over all rows. `bytes` is what no order of computation
           avoids: each token's x and dy once, each weight of an expert with rows once a direction,
           g|u written and read (a backward needs it), y and dx, and each weight gradient: fp32 read
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 BF16_BYTES, FP32_BYTES = 2, 4
-LOADS = ("balanced", "random", "zipf", "hot", "empty")
+LOADS = ("balanced", "random", "zipf", "pairs", "hot", "empty")
 
 
 class BenchError(Exception):
@@ -131,8 +132,9 @@ def slice_of(name: str, shape: LayerShape, ranks: int) -> LayerShape:
 
 
 def loaded(shape: LayerShape, load: str) -> LayerShape:
-    """The shape under a load: `hot` turns K > 2 choices into two of more tokens, rows unchanged."""
-    if load == "hot" and shape.top_k > 2:
+    """The shape under a load: `hot` and `pairs` turn K > 2 choices into two of more tokens, rows
+    unchanged."""
+    if load in ("hot", "pairs") and shape.top_k > 2:
         return dataclasses.replace(shape, tokens=-(-shape.rows // 2), top_k=2)
     return shape
 
@@ -147,7 +149,7 @@ def choices(shape: LayerShape, load: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     tokens, top_k, experts = shape.tokens, shape.top_k, shape.experts
     label_E = torch.randperm(experts, generator=generator)
-    if load == "balanced":
+    if load in ("balanced", "pairs"):
         slot_TK = torch.arange(shape.rows).view(tokens, top_k) % experts
         expert_TK = slot_TK[torch.randperm(tokens, generator=generator)]
     else:

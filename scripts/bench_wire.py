@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 import bench_record  # noqa: E402
 from bench import OneLineParser  # noqa: E402
 from bench_wire_report import WireError, plot, summarise, table, way_bytes  # noqa: E402
+from library_variant import build  # noqa: E402
 
 LIBRARY = ROOT / "build" / "wire" / "_C.abi3.so"
 RESULTS = ROOT / "scripts" / "results"
@@ -47,26 +47,6 @@ MODELS = {
     "qwen3-235b": "qwen3-235b/16",
     "qwen3-30b": "qwen3-30b/16",
 }
-
-
-def build(to: Path) -> None:
-    """The CUDA library with the wire. Raises subprocess.CalledProcessError as nvcc does."""
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    to.parent.mkdir(parents=True, exist_ok=True)
-    csrc = ROOT / "csrc"
-    nvcc = str(Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "bin", "nvcc"))
-    flags = ["-std=c++20", "-O3", "-Xcompiler=-fPIC", "-DMOK_THROTTLED_WIRE", "-DUSE_CUDA"]
-    flags += ["-gencode=arch=compute_90a,code=sm_90a", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    flags += [f"-I{folder}" for folder in include_paths()]
-    objects = []
-    for source in sorted((*csrc.rglob("*.cu"), *csrc.glob("*.cpp"))):
-        print(f"nvcc {source.relative_to(ROOT)}", flush=True)
-        objects.append(str(to.parent / f"{source.name}.o"))
-        subprocess.run([nvcc, *flags, "-c", str(source), "-o", objects[-1]], check=True)
-    link = [nvcc, "-shared", "-cudart=shared", *objects, "-o", str(to)]
-    link += [f"-L{folder}" for folder in library_paths()]
-    subprocess.run([*link, "-ltorch", "-ltorch_cpu", "-lc10"], check=True)
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -135,7 +115,7 @@ def main(tokens: list[str]) -> int:
     if options.rounds < 1:
         parser.error(f"mok: --rounds must be at least 1, got {options.rounds}; leave it out")
     if options.build:
-        build(options.library)
+        build(options.library, "MOK_THROTTLED_WIRE")
         return 0
     try:
         return measure(options)

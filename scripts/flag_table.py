@@ -33,7 +33,8 @@ def _cases() -> Any:
     return importlib.import_module("tests.config_rows")
 
 
-# Tests that compare a run with alltoall; those with {} have an id for each case.
+# Tests that compare a run with alltoall; those with {} have an id for each case, those of a
+# *_cuda.py need a GPU.
 COMPARED = {
     "layer": "tests/test_layer.py::test_fp32_has_alltoalls_bytes[ep2]",
     "training": "tests/test_training.py::test_training_equals_alltoall_ep2",
@@ -42,6 +43,10 @@ COMPARED = {
     "data": "tests/test_data_shapes.py::test_every_shape_has_alltoalls_bytes",
     "gather": "tests/test_training.py::test_skipping_the_parameter_gather_would_be_seen",
     "checkpoints": "tests/test_checkpoints.py::test_every_reader_has_every_writers_bytes",
+    "engine": "tests/test_engine_cuda.py::test_training_equals_alltoall[{}]",
+    "launch": (
+        "tests/test_launches_cuda.py::test_an_unmodified_launch_trains_saves_and_resumes[{}]"
+    ),
 }
 # Row of config_rows.WORKS -> the runs that have it: a key of COMPARED and a case there.
 RUNS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -70,13 +75,24 @@ RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     "dense-first-layer": (("training", "deepseek-v3"),),
     "shared-expert": (("layer", "deepseek-v3"), ("training", "deepseek-v3")),
     "shared-expert-gate": (("layer", "shared-gate"), ("parallelism", "tp2-shared-gate")),
-    "recompute-moe": (("layer", "recompute-moe"), ("training", "recompute-moe")),
-    "recompute-norm": (("gradients", "recompute-norms"),),
+    "deterministic": (("launch", "deepseek-v3"), ("launch", "qwen3")),
+    "recompute-moe": (
+        ("layer", "recompute-moe"),
+        ("training", "recompute-moe"),
+        ("engine", "deepseek-v3-tp2-ep4"),
+    ),
+    "recompute-activation": (("engine", "deepseek-v3-tp2"),),
+    "recompute-norm": (("gradients", "recompute-norms"), ("engine", "deepseek-v3-recompute")),
     "recompute-shared-expert": (("layer", "recompute-shared-experts"),),
-    "recompute-everything": (("training", "recompute-full"),),
+    "recompute-everything": (("training", "recompute-full"), ("engine", "qwen3-recompute-full")),
     "multi-token-prediction": (("gradients", "mtp-repeated"),),
-    "expert-parallel": (("parallelism", "cp2-ep4"),),
-    "tensor-parallel": (("parallelism", "tp2-ep4"),),
+    "expert-parallel": (("parallelism", "cp2-ep4"), ("engine", "qwen3-tp2-ep4")),
+    "tensor-parallel": (
+        ("parallelism", "tp2-ep4"),
+        ("engine", "deepseek-v3-tp2"),
+        ("engine", "qwen3-tp2-ep4"),
+    ),
+    "grouped-gemm-experts": (("engine", "deepseek-v3"), ("launch", "qwen3")),
     "bf16": (("training", "bf16"),),
 }
 # What is no field of a TransformerConfig: flags -> the runs that have them.
@@ -85,12 +101,18 @@ OF_TRAINING: dict[str, tuple[tuple[str, str], ...]] = {
         ("training", "distributed-optimizer"),
         ("gather", ""),
         ("parallelism", "pp2-interleaved-sharded"),
+        ("engine", "qwen3-dp2"),
     ),
+    "--transformer-impl transformer_engine, --multi-latent-attention": (
+        ("engine", "deepseek-v3"),
+        ("launch", "deepseek-v3"),
+    ),
+    "--moe-permute-fusion": (("launch", "qwen3"),),
     "--clip-grad 0.05": (("gradients", "clipped"),),
     "--pipeline-model-parallel-size 2": (("parallelism", "pp2"),),
     "--num-virtual-stages-per-pipeline-rank 2": (("parallelism", "pp2-interleaved"),),
     "--context-parallel-size 2": (("parallelism", "cp2-ep4"),),
-    "--ckpt-format torch_dist": (("checkpoints", ""),),
+    "--ckpt-format torch_dist": (("checkpoints", ""), ("launch", "deepseek-v3")),
 }
 # Rows about a field that, as it stands there, does nothing.
 IDLE = {

@@ -6,9 +6,9 @@
 Measured: the last line of scripts/results/layer.jsonl for each preset of bench.py, with its own
 sizes under the random load, and each table, and of throughput.jsonl for each configuration.
 Pictures: layer.png, the same as bars; layer_time.png, where its time goes; growth.png, the newest
-sweeps over T and over E, each of one commit. Flags: scripts/flag_table.py, in short. Each table
-stands between two comments that name it. Exit codes: 0 current, 1 not (with --check), 2 a comment
-is missing.
+sweeps over T and over E in growth.jsonl, each of one commit. Flags: scripts/flag_table.py, in
+short. Each table stands between two comments that name it. Exit codes: 0 current, 1 not (with
+--check), 2 a comment is missing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "scripts" / "results"
 PICTURES = {
     "layer.png": "TFLOP/s of one MoE layer: mok, its peers and the bound",
-    "layer_time.png": "Where the time of a direction goes: passes at their bound, and the rest",
-    "growth.png": "Time of one MoE layer against tokens, and against experts",
+    "layer_time.png": "Where its time goes: passes at their bound, and the rest",
+    "growth.png": "how it grows with tokens and with experts",
 }
 # Rows of the refusals: what they have in common, and the first rule of each.
 KINDS = {
@@ -72,7 +72,7 @@ def measured() -> list[dict[str, Any]]:
 def growth() -> list[Sweep]:
     """The newest sweep of each kind, its lines all of one commit."""
     by_commit: dict[str, list[dict[str, Any]]] = {}
-    for line in read_lines(RESULTS / "layer.jsonl"):
+    for line in read_lines(RESULTS / "growth.jsonl"):
         by_commit.setdefault(line["commit"], []).append(line)
     every = [sweep for lines in by_commit.values() for sweep in sweeps(lines)]
     return list({(s.axis, s.name, s.load, s.table): s for s in every}.values())
@@ -139,12 +139,12 @@ def results() -> str:
     said = layers(measured())
     said += [""] * bool(said)
     said += trainings(last(read_lines(RESULTS / "throughput.jsonl"), "name"))
-    said += [""]
-    said += [
-        f"![{words}]({(RESULTS / name).relative_to(ROOT)})"
+    links = [
+        f"[{words}]({(RESULTS / name).relative_to(ROOT)})"
         for name, words in PICTURES.items()
         if (RESULTS / name).is_file()
     ]
+    said += ["", *(f"!{link}" for link in links[:1]), "; ".join(links[1:])]
     return "\n".join(said).strip()
 
 

@@ -1,6 +1,7 @@
 """Run small cases of every kernel under the four tools of compute-sanitizer, all at once.
 
     python scripts/sanitize.py [--record scripts/results/sanitizers.jsonl] [--seed S]
+    python scripts/sanitize.py --build      the library of racecheck: nvcc, no GPU
     python scripts/sanitize.py --tools racecheck --sanitizer /opt/sanitizer/compute-sanitizer
 
 Cases, the same for each tool: layouts of every grouped product, layers forward and backward (the
@@ -12,8 +13,10 @@ Products and layers run without torch's cache of memory, so that a tensor is an 
 ends and first use a tool sees. Virtual ranks cannot: freeing would wait for ranks that wait.
 initcheck sees all kernels, torch's too, since what it does not see written is unwritten to it; the
 others see ours. racecheck and synccheck are told how many barriers a CTA has: they cannot count
-those of an array. A tool older than 2026 takes some orders by mbarrier for races, and what
-cp.async.bulk has written for unwritten (its release notes).
+those of an array. racecheck has a build of its own: it follows no order from one lane to another by
+__syncwarp and on by that one's arrival at an mbarrier, so there every lane arrives. A tool older
+than 2026 takes some orders by mbarrier for races, and what cp.async.bulk has written for unwritten
+(its release notes).
 
 Exit codes: 0 no report and all cases passed, 1 otherwise, 2 wrong input.
 """
@@ -32,11 +35,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from bench_record import aligned, append, environment
+from library_variant import build
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,6 +53,7 @@ FLAGS = {
     "synccheck": (*OURS, "--num-cuda-barriers", BARRIERS),
 }
 KINDS = ("products", "layers", "groups")  # of cases
+LIBRARY = ROOT / "build" / "races" / "_C.abi3.so"  # of racecheck
 MOST_KINDS = 12  # of a tool's reports, in table and record
 _SUMMARY = re.compile(
     r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)", re.M
@@ -64,6 +69,7 @@ class Job:
     kind: str  # one of KINDS
     seed: int
     count: int
+    library: Path | None = None  # None: the installed one
 
     def command(self, sanitizer: str) -> list[str]:
         counts = {"cases": 0, "layers": 0, "groups": 0}
@@ -71,8 +77,11 @@ class Job:
         words = [word for name, n in counts.items() for word in (f"--{name}", str(n))]
         attack = [sys.executable, "-u", "-m", "tests.csrc.attack", "--largest", "129", *words]
         limits = ("--print-limit", "1000")
+        if self.tool == "initcheck":  # which may print one a thread, with a stack each
+            limits = ("--print-limit", "50", "--show-backtrace", "no")
         command = [sanitizer, "--tool", self.tool, *limits, *FLAGS[self.tool], *attack]
-        return [*command, "--seed", str(self.seed)]
+        given = () if self.library is None else ("--library", str(self.library))
+        return [*command, "--seed", str(self.seed), *given]
 
     def environment(self) -> dict[str, str]:
         found = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -113,6 +122,10 @@ def main(tokens: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--tools", nargs="+", choices=FLAGS, default=list(FLAGS))
+    parser.add_argument("--build", action="store_true", help="compile --library, and end")
+    parser.add_argument(
+        "--library", type=Path, default=LIBRARY, help="of racecheck; default: %(default)s"
+    )
     parser.add_argument("--products", type=int, default=4, help="layouts, each of all products")
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--groups", type=int, default=8, help="calls of virtual ranks")
@@ -126,16 +139,27 @@ def main(tokens: list[str]) -> int:
     options = parser.parse_args(tokens)
     if min(getattr(options, kind) for kind in KINDS) < 0 or options.shards < 1:
         parser.error("mok: counts must be 0 or more and shards 1 or more, got fewer; raise them")
+    if options.build:
+        build(options.library, "MOK_EVERY_LANE_ARRIVES")
+        return 0
     sanitizer = options.sanitizer or installed()
     if sanitizer is None or shutil.which(sanitizer) is None:
         parser.error(
             f"mok: compute-sanitizer must be an executable file, got {sanitizer}; install "
             "nvidia-cuda-sanitizer-api or a CUDA toolkit, and name it with --sanitizer"
         )
+    if "racecheck" in options.tools and not options.library.is_file():
+        parser.error(
+            f"mok: racecheck needs a library in which every lane arrives, got no {options.library};"
+            " make it with --build"
+        )
     seed = secrets.randbits(31) if options.seed is None else options.seed
     jobs = plan(
         options.tools, options.products, options.layers, options.groups, options.shards, seed
     )
+    jobs = [
+        replace(job, library=options.library) if job.tool == "racecheck" else job for job in jobs
+    ]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mok-sanitize-") as temporary:
         folder = options.keep or Path(temporary)

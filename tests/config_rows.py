@@ -84,8 +84,9 @@ WORKS = [
     Works("recompute-moe", {**SELECTIVE, "recompute_modules": ["moe"]}),
     Works(
         "recompute-activation",
-        {**SELECTIVE, "recompute_modules": ["core_attn", "moe_act"], "moe_grouped_gemm": True},
+        {**SELECTIVE, "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
     ),
+    Works("recompute-attention", {**SELECTIVE, "recompute_modules": ["core_attn"]}),
     Works("recompute-norm", {**SELECTIVE, "recompute_modules": ["layernorm"]}),
     Works(
         "recompute-shared-expert",
@@ -116,6 +117,11 @@ WORKS = [
     Works("fp16", {"fp16": True, "params_dtype": torch.float16}),
     Works("attention-graph", {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}),
     Works("attention-graph-old-name", {"cuda_graph_impl": "local", "cuda_graph_scope": "attn"}),
+    Works("iteration-graph", {"cuda_graph_impl": "full_iteration"}),
+    Works(
+        "iteration-graph-old-name",
+        {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
+    ),
     Works("graph-modules-without-graphs", {"cuda_graph_modules": ["moe_router"]}),
     Works(
         "attention-offload",
@@ -197,11 +203,6 @@ REFUSED = [
         "gtp_weight_remat_size",
         {"tensor_parallel_num_weight_shards": 2},
         "weights cannot be sharded | 2 | --tensor-parallel-num-weight-shards",
-    ),
-    Refused(
-        "moe_single_grouped_weight",
-        {"moe_single_grouped_weight": True, "moe_grouped_gemm": True},
-        "weight of its own | True | --moe-single-grouped-weight",
     ),
     Refused(
         "moe_single_grouped_bias",
@@ -337,13 +338,17 @@ REFUSED = [
     ),
     Refused(
         "cuda_graph_impl",
-        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
-        "whole iteration | full-iteration | --cuda-graph-impl none",
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 0},
+        "have run before | cuda_graph_warmup_steps=0 | --cuda-graph-warmup-steps 1",
     ),
     Refused(
         "cuda_graph_impl",
-        {"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration"},
-        "whole iteration | full-iteration | --cuda-graph-impl none",
+        {
+            "cuda_graph_impl": "local",
+            "cuda_graph_modules": "full_iteration",
+            "cuda_graph_warmup_steps": 0,
+        },
+        "have run before | cuda_graph_warmup_steps=0 | --cuda-graph-warmup-steps 1",
     ),
     Refused(
         "transformer_impl",
@@ -361,6 +366,7 @@ REFUSED = [
 REFUSED_ARGUMENTS = [
     ("use_megatron_fsdp", "--use-distributed-optimizer"),
     ("use_torch_fsdp2", "--use-distributed-optimizer"),
+    ("optimizer_cuda_graph", "drop --optimizer-cuda-graph"),
     ("moe_use_upcycling", "then resume with mok"),
     ("fake_process_group", "drop --fake-process-group"),
 ]

@@ -165,6 +165,7 @@ INDIFFERENT = {
     "moe_router_force_biased",
     "moe_router_quantile_balancing_ema",
     "moe_router_topk_limited_devices",
+    "moe_single_grouped_weight",  # so for this
 }
 OF_OTHERS = ("moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_", "moe_paged_stash_")
 

@@ -4,14 +4,19 @@ alltoall, with what a launch turns on.
 Latent attention, MTP, fused norms, grouped experts; distributed optimizer with both overlaps,
 recompute; and what alltoall cannot do on a CPU: tensor parallelism with sequence parallelism, a
 shared expert cut by it, expert parallelism folded over it. Ranks are processes on one GPU. In bf16
-the two sum in other orders, and where two experts score alike a token may go elsewhere: losses are
-near, and so are the gradients of the first step, parameter by parameter.
+the two sum in other orders, and where two experts score alike a token may go elsewhere, which is
+much of the gradient of an expert with few rows. So in the first step mok's routers choose what
+alltoall's chose, and its gradients are near, parameter by parameter; afterwards each chooses
+itself, and losses are near.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +69,9 @@ SHARDED: dict[str, Any] = {
         "params_dtype": torch.bfloat16,
     },
 }
+# Without the first Transformer Engine ignores --moe-single-grouped-weight; without the second
+# Megatron refuses its companion.
+SINGLE_WEIGHT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -73,12 +81,14 @@ def _selective(*modules: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """groups: arguments of tiny.set_up; fuses: whether the fused call has the shared expert."""
+    """groups: arguments of tiny.set_up; fuses: whether the fused call has the shared expert; mok:
+    overrides for mok alone."""
 
     ranks: int
     base: dict[str, Any]
     groups: dict[str, Any] = field(default_factory=lambda: {"expert_parallel": 1})
     overrides: dict[str, Any] = field(default_factory=dict)
+    mok: dict[str, Any] = field(default_factory=dict)
     experts: str = "TEGroupedMLP"
     fuses: bool = False
 
@@ -94,6 +104,12 @@ CASES = {
     "qwen3-recompute-full": Case(ranks=1, base=QWEN3, overrides=FULL),
     "qwen3-single-experts": Case(
         ranks=1, base=QWEN3, overrides={"moe_grouped_gemm": False}, experts="SequentialMLP"
+    ),
+    # Megatron's own layers have no kernel for it on this GPU.
+    "qwen3-single-weight": Case(
+        ranks=1,
+        base=QWEN3,
+        mok={"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True},
     ),
     "deepseek-v3-ep2": Case(ranks=2, base=DEEPSEEK_V3, groups={"expert_parallel": 2}, fuses=True),
     "qwen3-dp2": Case(ranks=2, base=QWEN3),
@@ -117,35 +133,80 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """losses and gradient norms; main_grads of the first step; names of what the MoE layers are."""
+    """losses and gradient norms; gradients of the first step, and what each router chose in it;
+    names of what the MoE layers are."""
 
     curve: list[tuple[float, float]]
     gradients: dict[str, torch.Tensor]
+    routes: list[list[torch.Tensor]]
     layers: list[tuple[str, str, str, bool]]  # layer, experts, backend, fuses the shared expert
 
 
-def _train(dispatcher: str, case: Case) -> Record:
-    training = tiny.Training(
-        dispatcher=dispatcher,
-        base=case.base,
-        overrides=case.overrides,
-        mtp=bool(case.base.get("mtp_num_layers")),
-        engine=True,
-        **SHARDED,
-    )
+class _Routes:
+    """What a router chose, call by call, in the place of Megatron's RouterReplay; `told` is what it
+    chooses instead."""
+
+    def __init__(self, told: list[torch.Tensor] | None) -> None:
+        self.told = told
+        self.chosen: list[torch.Tensor] = []
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """scores [T, E] -> the scores of the chosen [T, K], and the chosen."""
+        chosen = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        if self.told is not None:
+            chosen = self.told[len(self.chosen)]
+        self.chosen.append(chosen)
+        return scores.gather(1, chosen), chosen
+
+
+def _train(dispatcher: str, case: Case, routes: list[list[torch.Tensor]] | None) -> Record:
+    """`routes`: what each router is told to choose in the first step, call by call."""
+    with mock.patch.dict(os.environ, SINGLE_WEIGHT):
+        training = tiny.Training(
+            dispatcher=dispatcher,
+            base=case.base,
+            overrides=case.overrides | (case.mok if dispatcher == "mok" else {}),
+            mtp=bool(case.base.get("mtp_num_layers")),
+            engine=True,
+            **SHARDED,
+        )
+    moe_layers = [m for m in training.modules() if hasattr(m, "token_dispatcher")]
+    replays = [_Routes(None if routes is None else routes[i]) for i in range(len(moe_layers))]
+    for layer, replay in zip(moe_layers, replays, strict=True):
+        layer.router.router_replay = replay
+        first = getattr(getattr(layer.experts, "linear_fc1", None), "weight", None)
+        assert (first is not None) == bool(training.config.moe_single_grouped_weight)
     curve = training.run(1)
-    parameters = training.model.named_parameters()
-    gradients = {name: p.main_grad.float().cpu() for name, p in parameters}
+    gradients = dict(_of_each_expert(training.gradients()))
+    for layer in moe_layers:
+        layer.router.router_replay = None
     curve += training.run(STEPS - 1)
     layers = []
-    for layer in (m for m in training.modules() if hasattr(m, "token_dispatcher")):
+    for layer in moe_layers:
         backend = getattr(layer, "_backend", None)
         fuses = getattr(layer, "fuses_shared_experts", False)
         of_layer = (type(layer), type(layer.experts), type(backend))
         layers.append((*(kind.__name__ for kind in of_layer), fuses))
         if backend is not None:
             backend.check()
-    return Record(curve=curve, gradients=gradients, layers=layers)
+    chosen = [replay.chosen for replay in replays]
+    return Record(curve=curve, gradients=gradients, layers=layers, routes=chosen)
+
+
+def _of_each_expert(gradients: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a stacked weight [L, ...] under the names that one weight an expert has."""
+    for name, gradient in gradients.items():
+        if gradient.dim() < 3:
+            yield name, gradient
+        else:
+            yield from ((f"{name}{i}", member) for i, member in enumerate(gradient))
 
 
 def _rank(rank: int, world: int, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -159,7 +220,9 @@ def _rank(rank: int, world: int, names: list[str]) -> dict[str, dict[str, Any]]:
         for name in names:
             case = CASES[name]
             tiny.set_up(device="cuda", **case.groups)
-            alltoall, mok = (_train(dispatcher, case) for dispatcher in ("alltoall", "mok"))
+            alltoall = _train("alltoall", case, None)
+            mok = _train("mok", case, alltoall.routes)
+            assert [*map(len, mok.routes)] == [*map(len, alltoall.routes)]
             assert mok.gradients.keys() == alltoall.gradients.keys()
             found[name] = {
                 "curves": (mok.curve, alltoall.curve),
@@ -203,7 +266,5 @@ def test_training_equals_alltoall(name: str, trained: dict[int, Any]) -> None:
             assert loss == pytest.approx(want_loss, rel=5e-3)
             assert norm == pytest.approx(want_norm, rel=5e-2)
         assert min(loss for loss, _ in mok[1:]) < mok[0][0]
-        # A token that bf16 sends elsewhere is much of the gradient of an expert with few rows.
-        assert errors[len(errors) // 2][0] < 0.03
-        assert errors[len(errors) * 19 // 20][0] < 0.2, errors[-5:]
-        assert errors[-1][0] < 0.7, errors[-5:]
+        # On a CPU the largest are 0.01; of tokens sent elsewhere it would be 0.1 and more.
+        assert errors[-1][0] < 0.05, errors[-5:]

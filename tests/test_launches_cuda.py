@@ -10,6 +10,7 @@ first two (see test_checkpoints.py).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.printed_rows import MARK
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +76,9 @@ Printed = dict[int, tuple[str, str]]  # iteration -> loss and gradient norm, as 
 class Launch:
     """One `torchrun pretrain_gpt.py`, from its start."""
 
-    def __init__(self, megatron: Path, folder: Path, name: str, *flags: str) -> None:
+    def __init__(
+        self, megatron: Path, folder: Path, name: str, *flags: str, launcher: str = LAUNCHER
+    ) -> None:
         self.name, self.log = name, folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": _joined(ROOT, os.environ.get("PYTHONPATH"))}
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MOK_RECORDS": str(folder)}
@@ -84,7 +89,7 @@ class Launch:
             (folder / "bin" / "make").symlink_to(shutil.which("true") or "/bin/true")
             environment["PATH"] = _joined(folder / "bin", environment.get("PATH"))
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-        launch = ("-m", LAUNCHER, str(megatron / SCRIPT))
+        launch = ("-m", launcher, str(megatron / SCRIPT))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *torchrun, *launch, *flags],
@@ -168,3 +173,28 @@ def test_an_unmodified_launch_trains_saves_and_resumes(
     log = (tmp_path / "mok.log").read_text()
     assert "mok: MoE layers run on the cuda backend" in log
     assert "mok: part of the fused call in any case: " in log
+
+
+def test_a_graph_of_iterations_prints_the_eager_digits(megatron: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    flags = (*COMMON.split(), *MODELS["qwen3"].split(), "--moe-token-dispatcher-type", "mok")
+    flags += ("--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad")
+    flags += ("--tensorboard-dir", str(tmp_path / "tensorboard"))
+    graph = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", str(SAVED_AT))
+    runs = [
+        Launch(megatron, tmp_path, name, *flags, *more, launcher="tests.printed_rows")
+        for name, more in (("eager", ()), ("graph", graph))
+    ]
+    digits, rows = [], []
+    for run in runs:
+        digits.append(run.printed())
+        lines = [line for line in run.log.read_text().splitlines() if line.startswith(MARK)]
+        rows.append([json.loads(line.removeprefix(MARK)) for line in lines])
+    eager, replayed = rows
+    print(f"{digits}; {rows}")
+    assert len(digits[0]) == ITERATIONS
+    assert digits[1] == digits[0]
+    assert [captured for captured, _ in eager] == [False] * ITERATIONS
+    assert [captured for captured, _ in replayed] == [i >= SAVED_AT for i in range(ITERATIONS)]
+    assert [scalars for _, scalars in replayed] == [scalars for _, scalars in eager]
+    assert all(scalars["mok/rows per rank, mean"] > 0 for _, scalars in eager)

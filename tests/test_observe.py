@@ -120,9 +120,32 @@ def test_nothing_is_counted_that_nobody_reads() -> None:
     assert not observe.wants_scalars(None)
     assert not observe.wants_scalars(SimpleNamespace(tensorboard_dir=None, wandb_project=""))
     assert observe.wants_scalars(SimpleNamespace(tensorboard_dir=None, wandb_project="mine"))
-    backend: Any = SimpleNamespace(name="reference", shape=None)
-    config = SimpleNamespace(timers=None)
-    group: Any = None
-    observed = observe.Observed(backend, config, group, counts=False)
+    observed = _observed(None)
     observed.count(torch.ones(4, EXPERTS, dtype=torch.bool))
-    assert observed.take() == (None, 0)
+    assert observed.take() is None
+
+
+def test_rows_are_counted_in_the_memory_that_a_graph_has_seen() -> None:
+    observed = _observed(torch.device("cpu"))
+    counted = observed._counted
+    places = set()
+    for calls in (3, 1):
+        for _ in range(calls):
+            observed.count(torch.ones(4, EXPERTS, dtype=torch.bool))
+        with torch.no_grad():
+            observed.count(torch.ones(4, EXPERTS, dtype=torch.bool))
+        taken = observed.take()
+        assert taken.tolist() == [4 * calls] * EXPERTS + [calls]
+        assert observed._counted is counted
+        places.add(counted.data_ptr())
+        assert taken.data_ptr() not in places
+    assert len(places) == 1
+    assert observed.take().tolist() == [0] * (EXPERTS + 1)
+
+
+def _observed(counts: torch.device | None) -> Any:
+    from mok_megatron import observe
+
+    backend: Any = SimpleNamespace(name="reference", shape=SimpleNamespace(num_experts=EXPERTS))
+    group: Any = None
+    return observe.Observed(backend, SimpleNamespace(timers=None), group, counts=counts)

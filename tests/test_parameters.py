@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.contract import MoEShape, Weights
@@ -39,7 +40,7 @@ def _weights() -> Weights:
     )
 
 
-def _backward(weights: Weights, times: int = 1) -> None:
+def _backward(weights: Weights, times: int = 1, owners: ExpertModules | None = None) -> None:
     generator = torch.Generator().manual_seed(1)
     x_TH = torch.randn(9, SHAPE.hidden, generator=generator).to(SHAPE.dtype)
     # Expert 3 gets no row.
@@ -47,7 +48,9 @@ def _backward(weights: Weights, times: int = 1) -> None:
     prob_TK = torch.rand(9, 2, generator=generator)
     backend = ReferenceBackend(SHAPE, None)
     for _ in range(times):
-        y_TH = fused_moe(x_TH, expert_TK, prob_TK, weights, backend, MainGradients(weights))
+        store = MainGradients(weights.flat()) if owners is None else owners.store
+        parameters = None if owners is None else owners.parameters
+        y_TH = fused_moe(x_TH, expert_TK, prob_TK, weights, backend, store, parameters)
         y_TH.float().square().sum().backward()
 
 
@@ -205,6 +208,105 @@ def test_an_unknown_expert_module_is_named() -> None:
         read_weights(nn.Linear(2, 2), None)
 
 
+# One parameter for all experts.
+
+
+class _Grouped(torch.Tensor):
+    """What is seen of Transformer Engine's GroupedTensor: no numbers of its own, and no views."""
+
+    @staticmethod
+    def __new__(cls, rowwise_data: torch.Tensor, form: tuple[int, ...]) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, form, dtype=rowwise_data.dtype)
+
+    def __init__(self, rowwise_data: torch.Tensor, form: tuple[int, ...]) -> None:
+        self.rowwise_data = rowwise_data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default) or (
+            func is aten.view.default and tuple(args[1]) == args[0].shape  # get_gradient_edge
+        ):
+            return cls(args[0].rowwise_data, tuple(args[0].shape))
+        raise AssertionError(f"{func} of a grouped tensor")
+
+
+def _grouped_experts(weights: Weights) -> Any:
+    """In the form of TEGroupedMLP with --moe-single-grouped-weight: these weights, stacked."""
+    experts = nn.Module()
+    experts.num_local_experts = len(weights.w1)
+    for name, of_experts in (("linear_fc1", weights.w1), ("linear_fc2", weights.w2)):
+        stacked = torch.stack([w.detach() for w in of_experts])
+        linear = nn.Linear(1, 1)
+        linear.weight = nn.Parameter(_Grouped(stacked.flatten(), tuple(stacked.shape)))
+        linear.register_parameter("weight0", None)
+        setattr(experts, name, linear)
+    return experts
+
+
+def _shared_of(weights: Weights) -> Any:
+    shared = nn.Module()
+    shared.linear_fc1, shared.linear_fc2 = nn.Linear(1, 1), nn.Linear(1, 1)
+    shared.linear_fc1.weight, shared.linear_fc2.weight = weights.shared_w1, weights.shared_w2
+    return shared
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_one_parameter_for_all_experts_gets_their_gradients(main_grads: bool) -> None:
+    plain, weights = _weights(), _weights()
+    experts, shared = _grouped_experts(weights), _shared_of(weights)
+    owners = ExpertModules(experts, shared)
+    assert owners.parameters[0] is experts.linear_fc1.weight
+    assert len(owners.parameters) == 4
+    for parameter in (*plain.flat(), *owners.parameters) if main_grads else ():
+        parameter.main_grad = torch.ones(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    ready: list[int] = []
+    nodes = [get_gradient_edge(p).node for p in owners.parameters]
+    for i, node in enumerate(nodes):  # as DDP does
+        node.register_hook(lambda *_, i=i: ready.append(i))
+    _backward(plain, times=2)
+    _backward(owners.weights, 2, owners)
+    assert sorted(ready) == [0, 0, 1, 1, 2, 2, 3, 3]
+    want = [torch.stack([_gradient(w) for w in group]) for group in (plain.w1, plain.w2)]
+    want += map(_gradient, (plain.shared_w1, plain.shared_w2))
+    for parameter, gradient in zip(owners.parameters, want, strict=True):
+        assert torch.equal(_gradient(parameter), gradient)
+        assert parameter.grad.shape == parameter.shape
+        assert not main_grads or parameter.grad_added_to_main_grad
+
+
+def _gradient(parameter: Any) -> torch.Tensor:
+    return getattr(parameter, "main_grad", parameter.grad)
+
+
+def test_a_frozen_or_moved_parameter_for_all_experts() -> None:
+    weights = _weights()
+    experts = _grouped_experts(weights)
+    owners = ExpertModules(experts, _shared_of(weights))
+    experts.linear_fc1.weight.requires_grad_(False)
+    experts.linear_fc2.weight.main_grad = torch.zeros(experts.linear_fc2.weight.shape)
+    _backward(owners.weights, 1, owners)
+    assert experts.linear_fc1.weight.grad is None
+    assert experts.linear_fc2.weight.main_grad.any()
+    assert owners.parameters[2].grad.any()
+    assert owners.still(*owners._roots)
+    moved = experts.linear_fc2.weight.rowwise_data.clone()
+    experts.linear_fc2.weight.rowwise_data = moved  # as the distributed optimizer does
+    assert not owners.still(*owners._roots)
+    again = ExpertModules(*owners._roots)
+    assert again.weights.w2[1].data_ptr() == moved.view(4, -1)[1].data_ptr()
+    assert torch.equal(again.weights.w2[1], weights.w2[1])
+
+
+def test_quantised_weights_of_all_experts_are_refused() -> None:
+    experts = _grouped_experts(_weights())
+    weight = experts.linear_fc1.weight
+    weight.rowwise_data = weight.rowwise_data.to(torch.uint8)
+    with pytest.raises(TypeError, match="with unquantised weights, got Module; use"):
+        ExpertModules(experts, None)
+
+
 # What is kept from call to call.
 
 
@@ -286,7 +388,7 @@ def test_a_pre_hook_that_comes_late_is_run_and_a_strangers_refused() -> None:
 def test_places_are_one_record_until_a_main_grad_is_another() -> None:
     weights = _weights()
     needed = (True,) * len(weights.flat())
-    store = MainGradients(weights)
+    store = MainGradients(weights.flat())
     for parameter in weights.flat():
         parameter.main_grad = torch.zeros(parameter.shape)
     into = store.open(weights, needed, SHAPE)
@@ -307,7 +409,7 @@ def test_without_stand_ins_a_grad_is_left_as_it_is() -> None:
         parameter.main_grad = torch.zeros(parameter.shape)
     needed, given = (True,) * len(weights.flat()), torch.ones_like(weights.w1[1])
     weights.w1[1].grad = given
-    store = MainGradients(weights, stand_ins=False)
+    store = MainGradients(weights.flat(), stand_ins=False)
     for _ in range(2):
         into = store.open(weights, needed, SHAPE)
         assert store.close(weights, into) == (None,) * len(needed)

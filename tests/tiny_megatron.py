@@ -279,6 +279,22 @@ class Training:
         """`steps` steps."""
         return [self.step() for _ in range(steps)]
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """name -> the gradient of the last step, fp32 on the CPU, as the optimizer had it.
+
+        The distributed optimizer leaves the ranks' sum in each rank's own shard of a bucket alone,
+        and in the others what this rank added by itself: each shard is fetched from its owner.
+        """
+        for model in self.models if self.ddp.get("use_distributed_optimizer") else ():
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+        named = chain.from_iterable(model.named_parameters() for model in self.models)
+        kept = {"device": "cpu", "dtype": torch.float32, "copy": True}
+        return {name: p.main_grad.to(**kept) for name, p in named if p.requires_grad}
+
     def modules(self) -> Iterator[torch.nn.Module]:
         """Of every chunk."""
         return chain.from_iterable(model.modules() for model in self.models)

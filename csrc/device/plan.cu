@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   __syncwarp();
   const int segments = laps[words[at.lap_count]].segment;
   int before = 0;
-  for (int base = 0; base <= segments; base += 32) {
+  for (int base = 0; base < segments + 4; base += 32) {
     const int index = base + lane;
     int tiles = 0;
     if (index < segments) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kPlanThreads)
       const int other = __shfl_up_sync(~0u, sum, step);
       if (lane >= step) sum += other;
     }
-    if (index <= segments) words[at.first + index] = before + sum - tiles;
+    if (index < segments + 4) words[at.first + index] = before + sum - tiles;  // 3 are never used
     before += __shfl_sync(~0u, sum, 31);
   }
 }

@@ -192,7 +192,7 @@ MOK_HOST_DEVICE int segment_tiles(const PlanShape& s, const Segment& g) {
 
 struct Plan {
   PlanShape shape;
-  const int32_t* first;    // [segments + 1, then 3 of any value], 16-byte aligned: the segments'
+  const int32_t* first;    // [segments + 4], 16-byte aligned: the segments'
                            // first tickets; the last is their number
   const Segment* segment;  // [segments]
   const Lap* lap;          // [laps + 1]

@@ -94,6 +94,18 @@ __device__ __forceinline__ void arrive(uint64_t& barrier) {
                : "memory");
 }
 
+// Once for a warp, by its lane 0, behind what all of them did in front of a __syncwarp. racecheck
+// follows no order from one thread to another and on to a barrier, so for it (scripts/sanitize.py)
+// there is a build in which every lane arrives.
+#ifdef MOK_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+__device__ __forceinline__ void arrive_of_warp(uint64_t& barrier) {
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) arrive(barrier);
+}
+
 __device__ __forceinline__ void arrive_expect(uint64_t& barrier, uint32_t bytes) {
   perhaps_delay();
   asm volatile(

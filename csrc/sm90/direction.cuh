@@ -157,7 +157,7 @@ struct Direction {
     prepare(storage.move);
     for (uint32_t& count : storage.counted) count = 0;
     for (uint64_t& waited : storage.home_ns) waited = 0;
-    barrier_init(storage.all_counted, kMultiplyWarps + 1);
+    barrier_init(storage.all_counted, kMultiplyWarps * kWarpArrivals + 1);
     for (int32_t& expert : storage.move_expert) expert = 0;
   }
 
@@ -480,7 +480,7 @@ struct Direction {
 
   static __device__ __forceinline__ void end(const Parameters& p, Storage& storage) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(storage.all_counted);
+    arrive_of_warp(storage.all_counted);
     if (threadIdx.x / 32 != 4) return;
     wait(storage.all_counted, 0, p.fault, Tag::kEndCounts);
     const CombineArguments& c = p.combine;

@@ -164,9 +164,8 @@ struct SwiGlu {  // columns: gate | up halves of the same columns. gate, up, the
 };
 
 template <class T, Laps LAPS = Laps::kOne>
-struct SwiGluGradient
-    : AllLeave {  // accumulators: da. Reads gate, up; writes their gradients in place, the
-                  // activation, prob's parts
+struct SwiGluGradient : AllLeave {  // accumulators: da. Reads gate, up; writes their gradients in
+                                    // place, the activation, prob's parts
   static constexpr int kWidth = kPartColumns, kUnits = T::BLOCK_N / kWidth, kKinds = 3;
   static constexpr int kBytes = kBoxRows * 2 * kWidth, kUnitBytes = kKinds * kBytes;
   static constexpr int kRound = 1, kShift = kWidth / 2;

@@ -78,20 +78,21 @@ __device__ __forceinline__ void set_up(typename K::Storage& s) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kTileSlots; ++i) {
       barrier_init(s.tile_full[i], 1);
-      barrier_init(s.tile_empty[i], 8 + 1 + (K::kReads ? 1 : 0));  // multiply's warps, store, fetch
+      // multiply's warps and store's; fetch
+      barrier_init(s.tile_empty[i], (8 + 1) * kWarpArrivals + (K::kReads ? 1 : 0));
     }
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(s.stage_full[i], 1);
-      barrier_init(s.stage_empty[i], T::kReaders);
+      barrier_init(s.stage_empty[i], T::kReaders * kWarpArrivals);
     }
     for (int i = 0; i < K::Storage::kUnitSlots; ++i) {
       barrier_init(s.unit_ready[i], 1);
-      barrier_init(s.unit_filled[i], 4);
-      barrier_init(s.unit_drained[i], 1);
+      barrier_init(s.unit_filled[i], 4 * kWarpArrivals);
+      barrier_init(s.unit_drained[i], kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(s.products_turn[i], 4);
-      barrier_init(s.fill_turn[i], 4);
+      barrier_init(s.products_turn[i], 4 * kWarpArrivals);
+      barrier_init(s.fill_turn[i], 4 * kWarpArrivals);
     }
     K::set_up(s);
     barrier_init_fence();

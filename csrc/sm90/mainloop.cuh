@@ -106,8 +106,12 @@ struct TileReader {
     return storage.tile[ring.slot()];
   }
   __device__ __forceinline__ void release(int slot) const {
-    if constexpr (WHOLE_WARP) __syncwarp();
-    if (!WHOLE_WARP || threadIdx.x % 32 == 0) arrive(storage.tile_empty[slot]);
+    if constexpr (WHOLE_WARP) {
+      __syncwarp();
+      arrive_of_warp(storage.tile_empty[slot]);
+    } else {
+      arrive(storage.tile_empty[slot]);
+    }
   }
   __device__ __forceinline__ void pop() {
     release(ring.slot());
@@ -293,7 +297,7 @@ struct Multiplier {
     wait(storage.products_turn[warpgroup], turn ^ warpgroup ^ 1, fault, Tag::kMultiplyTurn);
   }
   __device__ __forceinline__ void pass_turn() {
-    if (lane == 0) arrive(storage.products_turn[warpgroup ^ 1]);
+    arrive_of_warp(storage.products_turn[warpgroup ^ 1]);
   }
 
   // The tile's products into the accumulators. They are complete on return.
@@ -368,9 +372,7 @@ struct Multiplier {
     return slot;
   }
 
-  __device__ __forceinline__ void release(int slot) {
-    if (lane == 0) arrive(storage.stage_empty[slot]);
-  }
+  __device__ __forceinline__ void release(int slot) { arrive_of_warp(storage.stage_empty[slot]); }
 
   // Rows from `valid` on, of every box. All threads that read the stage take part.
   __device__ __forceinline__ void zero_rows(const uint8_t* stage, int valid) {

@@ -73,9 +73,7 @@ struct Filler {  // multiply's part
   __device__ __forceinline__ void await_turn(int turn) {
     wait(storage.fill_turn[warpgroup], turn ^ warpgroup ^ 1, fault, Tag::kFillTurn);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if (lane == 0) arrive(storage.fill_turn[warpgroup ^ 1]);
-  }
+  __device__ __forceinline__ void pass_turn() { arrive_of_warp(storage.fill_turn[warpgroup ^ 1]); }
 
   // Uses the accumulators up.
   template <class G, int COUNT>
@@ -122,7 +120,7 @@ struct Filler {  // multiply's part
     }
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) arrive(storage.unit_filled[ring.slot()]);
+    arrive_of_warp(storage.unit_filled[ring.slot()]);
     // Not before: the fence would wait until these stores have arrived in memory.
     if constexpr (E::kSums) {
       if (rows > 0 && E::live(p, tile, unit)) {
@@ -248,7 +246,7 @@ struct Store {  // a warp; lane 0 has the copies of whole slabs
         continue;
       }
       bulk_wait_read<kLag>();
-      if (leads()) arrive(storage.unit_drained[ring.before(kLag)]);
+      arrive_of_warp(storage.unit_drained[ring.before(kLag)]);
     }
   }
 };

@@ -40,7 +40,7 @@ def test_what_a_call_costs_on_the_host(
         leaf.main_grad = torch.zeros_like(leaf, dtype=torch.float32)
     weights = type(p.weights).of(tuple(leaves), p.shape)
     x, prob = p.x_TH.clone().requires_grad_(), p.prob_TK.clone().requires_grad_()
-    store, spent = MainGradients(weights, stand_ins=stand_ins), Spent()
+    store, spent = MainGradients(weights.flat(), stand_ins=stand_ins), Spent()
     methods = {name: staticmethod(spent(name, getattr(FusedMoE, name))) for name in _DIRECTIONS}
     node = type("Timed", (torch.autograd.Function,), methods)
     ops = torch.ops.mok_megatron

@@ -133,8 +133,8 @@ FAULTS = {
     ),
     "one-arrival-too-many": (
         "sm90/grouped_gemm.cuh",
-        "barrier_init(s.unit_filled[i], 4);",
-        "barrier_init(s.unit_filled[i], 3);",
+        "barrier_init(s.unit_filled[i], 4 * kWarpArrivals);",
+        "barrier_init(s.unit_filled[i], 3 * kWarpArrivals);",
     ),
     "combine-does-not-wait": (
         "sm90/direction.cuh",

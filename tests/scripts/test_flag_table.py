@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 
 from mok_megatron.config import ARGUMENT_RULES, RULES
-from tests import config_rows, test_gradients, test_layer, test_parallelism, test_training
+from tests import (
+    config_rows,
+    test_engine_cuda,
+    test_gradients,
+    test_launches_cuda,
+    test_layer,
+    test_parallelism,
+    test_training,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -19,6 +27,8 @@ CASES = {
     "training": set(test_training.CASES),
     "gradients": {case.name for case in test_gradients.CASES},
     "parallelism": {layout.name for layout in test_parallelism.LAYOUTS},
+    "engine": set(test_engine_cuda.CASES),
+    "launch": set(test_launches_cuda.MODELS),
 }
 
 

@@ -75,7 +75,9 @@ def test_a_sweep_makes_no_rows_but_a_picture_of_one_commit(
         for tokens in sizes
     ]
     lines += [{**lines[-1], "load": "zipf"}]
-    (tmp_path / "layer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("layer", "growth"):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
     monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
     assert readme_tables.measured() == [lines[5]]
     (sweep,) = readme_tables.growth()

@@ -58,6 +58,10 @@ inline void arrive(uint64_t& barrier) {
   --barrier_of(barrier).pending;
   barrier_of(barrier).settle();
 }
+constexpr int kWarpArrivals = 1;
+inline void arrive_of_warp(uint64_t& barrier) {
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
 inline void arrive_expect(uint64_t& barrier, uint32_t bytes) {
   emulated::give_way();
   barrier_of(barrier).bytes += static_cast<int32_t>(bytes);
