@@ -39,17 +39,20 @@ inline T* inside(const Tensor& room, int64_t offset) {
 }
 
 // The group of a call: numbers are rank, Tmax, R, layer, the hash of what must be the same on all
-// ranks, and how many seconds a rank waits for the others' calls. Without them: one rank.
+// ranks, how many seconds a rank waits for the others' calls, and how many CTAs move rows (0: all).
+// Without them: one rank.
 struct Group {
   int64_t ranks = 1, rank = 0, tokens = 0, rows = 0, layer = 0, settings = 0, patience = 0;
+  int64_t movers = 0;
   uint8_t* const* base = nullptr;
 
   static Group of(const std::optional<Tensor>& bases, const std::vector<int64_t>& numbers) {
     if (!bases) return {};
     check_tensor(*bases, "bases", ScalarType::Long, {-1}, 8);
     STD_TORCH_CHECK(
-        numbers.size() == 6,
-        "mok: a group must have 6 numbers (rank, tokens, rows, layer, settings, patience), got ",
+        numbers.size() == 7,
+        "mok: a group must have 7 numbers (rank, tokens, rows, layer, settings, patience, movers), "
+        "got ",
         numbers.size());
     const Group g{.ranks = bases->size(0),
                   .rank = numbers[0],
@@ -58,6 +61,7 @@ struct Group {
                   .layer = numbers[3],
                   .settings = numbers[4],
                   .patience = numbers[5],
+                  .movers = numbers[6],
                   .base = static_cast<uint8_t* const*>(bases->const_data_ptr())};
     STD_TORCH_CHECK(g.ranks > 1 && g.ranks <= mok::kMaxRanks,
                     "mok: a group must have 2 to ",
@@ -76,6 +80,10 @@ struct Group {
     STD_TORCH_CHECK(g.patience > 0 && g.patience <= INT32_MAX,
                     "mok: ranks must wait for each other at least a second, got ",
                     g.patience);
+    STD_TORCH_CHECK(g.movers >= 0 && g.movers <= 65535,
+                    "mok: movers must be 0 (all CTAs) to 65535, got ",
+                    g.movers,
+                    "; set --mok-movers");
     return g;
   }
 

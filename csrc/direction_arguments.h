@@ -45,6 +45,7 @@ struct DirectionLaunch {
   int32_t* words = {};  // direction_words() of them, whatever they hold
   int32_t ctas = {};    // 0: one for each SM
   int32_t ahead = {};   // experts of the first pass before the first expert's next; 0: chosen
+  int32_t movers = {};  // of several ranks: CTAs that move rows beside their tiles; 0: all
   int32_t device = {};
   void* stream = {};
 };

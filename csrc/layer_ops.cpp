@@ -104,14 +104,15 @@ mok::Sizes check_sizes(const Tensor& x, int64_t width, int64_t shared_width) {
               shared_width == 0 ? 0 : check_width(shared_width, "the shared expert's width")};
 }
 
-mok::DirectionLaunch direction_launch(const Tensor& x, int32_t* words, int64_t ctas,
-                                      int64_t ahead) {
+mok::DirectionLaunch direction_launch(const Tensor& x, int32_t* words, int64_t ctas, int64_t ahead,
+                                      int64_t movers) {
   STD_TORCH_CHECK(ctas >= 0 && ctas <= 65535, "mok: ctas must be 0 (all SMs) to 65535, got ", ctas);
   STD_TORCH_CHECK(
       ahead >= 0 && ahead <= INT32_MAX, "mok: ahead must be 0 (chosen) or more, got ", ahead);
   return {.words = words,
           .ctas = static_cast<int32_t>(ctas),
           .ahead = static_cast<int32_t>(ahead),
+          .movers = static_cast<int32_t>(movers),
           .device = x.get_device_index(),
           .stream = stream_of(x)};
 }
@@ -163,7 +164,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& expert, const 
                   : Opening{.counts = room.take_words(Schedule::counts(slots, s.experts))};
   const Tensor scratch = room.allocate(x);
   const Tensor y = new_bf16(x, s.tokens, hidden);
-  arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead);
+  arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead, g.movers);
   const Kept at = Kept::of(s, width, shared_width);
   const Tensor kept = new_tensor(x, {at.bytes}, ScalarType::Byte);
   arguments.peers = g.peers(s.choices, hidden);
@@ -267,7 +268,7 @@ std::tuple<Tensor, Tensor, std::vector<Tensor>> backward(
   }
   const Tensor dx = new_bf16(x, s.tokens, hidden);
   const Tensor dprob = new_tensor(x, {s.tokens, choices}, ScalarType::Float);
-  arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead);
+  arguments.launch = direction_launch(x, inside<int32_t>(scratch, words), ctas, ahead, g.movers);
   arguments.peers = g.peers(choices, hidden);
   if (g.several()) {
     arguments.routing =

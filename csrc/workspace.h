@@ -53,16 +53,17 @@
 //     are never 0, what a workspace starts with. (A slot unused for exactly a whole round would be
 //     taken for arrived: 136 years at a call a second.)
 // (6) Progress: publish waits for nobody. gather waits for the others' publish, which only their
-//     streams hold back. Pulls wait for nothing; tiles for pulls and earlier tiles; pushes for
-//     tiles, and every mover takes all pulls before the first push, so that a waiting push holds
-//     back no pull that its tiles need; combine, the last work of a CTA, for tiles and the pushes
-//     of other ranks. No wait of any rank's pulls, tiles and pushes is for another rank's grid: so
+//     streams hold back. Pulls wait for nothing, those of a later lap for the own grid's tiles and
+//     pushes of the laps before; tiles for pulls and earlier tiles; pushes for tiles, and every
+//     mover takes all pulls of a lap before its first push, so that a waiting push holds back no
+//     pull that its tiles need; combine, the last work of a CTA, for tiles and the pushes of all
+//     ranks. No wait of any rank's pulls, tiles and pushes is for another rank's grid: so
 //     each grid pushes all its rows with any non-empty set of its CTAs running, and then all
 //     combines end.
 // (7) Proxies: pulls read by bulk copies what generic stores have written: the mover fences
-//     (fence.proxy.async) after gather's acquire, before its first pull, and after each done1,
-//     before its push. Pushes are bulk stores: their thread waits for their completion
-//     (wait_group 0, not .read) before the fence.sys.
+//     (fence.proxy.async) after gather's acquire, before its first pull, after each lap_done, and
+//     after each done1, before its push. Pushes are bulk stores: their thread waits for their
+//     completion (wait_group 0, not .read) before the fence.sys.
 //
 // The host, once for each group and shape: torch.ops.mok_megatron.workspace_parts(P, Tmax, K, H)
 // -> [bytes, control, start x 2, expert x 2, prob x 2, x x 2, dy x 2, arrived, home]; allocates

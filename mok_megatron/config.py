@@ -48,6 +48,9 @@ class MokConfig:
     row_budget: rows that a rank's buffers hold there at once, as a multiple of its share of a
     balanced routing; see `mok_megatron.limits.row_capacity`.
     deadline: seconds that a call waits there for another rank before it ends the process.
+    movers: CTAs of a call that move rows beside their matrix work there; 0: all.
+    ahead: experts whose first product the cuda backend computes before the first expert's second;
+    0: chosen for the shape. Neither changes a bit of any result.
 
     Raises ValueError for any other value.
     """
@@ -56,6 +59,8 @@ class MokConfig:
     max_tokens: int | None = None
     row_budget: float = 1.25
     deadline: int = 60
+    movers: int = 0
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -78,6 +83,11 @@ class MokConfig:
                 f"mok: --mok-deadline must be 1 to {MAX_DEADLINE} seconds, got {self.deadline}; "
                 "give the longest that a healthy rank may let others wait"
             )
+        for flag, value in (("movers", self.movers), ("ahead", self.ahead)):
+            if not 0 <= value <= 65535:
+                raise ValueError(
+                    f"mok: --mok-{flag} must be 0 to 65535, got {value}; 0 leaves it to the backend"
+                )
 
 
 def check(config: Any) -> None:

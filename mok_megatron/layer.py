@@ -92,6 +92,8 @@ class MokMoELayer(MoELayer):  # type: ignore[misc]
                 max_tokens=settings.max_tokens,
                 row_budget=settings.row_budget,
                 deadline=settings.deadline,
+                movers=settings.movers,
+                ahead=settings.ahead,
                 arguments=plugin.training_arguments(),
             )
             pipelined = self.config.pipeline_model_parallel_size > 1

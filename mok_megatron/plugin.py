@@ -277,6 +277,18 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "Seconds that a call of the cuda backend with expert parallelism waits for another "
         "rank before it ends with an error.",
     },
+    "movers": {
+        "type": int,
+        "metavar": "N",
+        "help": "CTAs of the cuda backend that move rows between ranks, beside their matrix work; "
+        "fewer leave more of the links to others. Default: 0, all.",
+    },
+    "ahead": {
+        "type": int,
+        "metavar": "N",
+        "help": "Experts whose first product the cuda backend computes before the first expert's "
+        "second: more hide a slower link, fewer use the cache better. Default: 0, chosen.",
+    },
 }
 
 

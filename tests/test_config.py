@@ -152,6 +152,10 @@ def test_settings_are_checked() -> None:
     for deadline in (0, -1, 86401):
         with pytest.raises(ValueError, match=rf"mok: --mok-deadline must .*, got {deadline}; give"):
             MokConfig(deadline=deadline)
+    assert (MokConfig().movers, MokConfig().ahead) == (0, 0)
+    for name in ("movers", "ahead"):
+        with pytest.raises(ValueError, match=rf"mok: --mok-{name} must be 0 to 65535, got -1; 0"):
+            MokConfig(**{name: -1})
 
 
 # Fields about MoE that only the router reads, or only another dispatcher: those by their beginning.

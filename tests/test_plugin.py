@@ -380,11 +380,11 @@ def test_settings(tmp_path: Path) -> None:
         global_vars.ARGS = arguments.parse_args()
         print(plugin.settings().backend)
         settings = plugin.settings()
-        print(settings.max_tokens, settings.row_budget, settings.deadline)
+        print(settings.max_tokens, settings.row_budget, settings.deadline, settings.movers)
     """
     given = ("--mok-backend", "reference", "--mok-max-tokens", "512", "--mok-row-budget", "1.5")
-    given += ("--mok-deadline", "7")
-    assert python(tmp_path, code, *given) == ("auto\nreference\n512 1.5 7", "")
+    given += ("--mok-deadline", "7", "--mok-movers", "9")
+    assert python(tmp_path, code, *given) == ("auto\nreference\n512 1.5 7 9", "")
 
 
 def test_settings_of_activate(tmp_path: Path) -> None:
@@ -410,7 +410,8 @@ def test_settings_of_activate(tmp_path: Path) -> None:
         ("activate(backend='fast')", "ValueError: mok: --mok-backend must be one of auto, cuda"),
         (
             "activate(speed=2)",
-            "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, deadline, ",
+            "TypeError: mok: a setting must be one of backend, max_tokens, row_budget, deadline, "
+            "movers, ahead, ",
         ),
         (
             "activate(backend='cuda'); mok_megatron.activate(backend='reference')",

@@ -50,9 +50,10 @@ struct PlanShape {
   bool keep_empty;  // an expert without rows still has weight tiles: its fresh gradient is zero
   const int32_t* start;
   const int32_t* count;
-  int32_t capacity;  // rows that the buffers hold
-  int32_t most;      // rows that any routing brings
-  int32_t laps;      // that those may take
+  int32_t capacity;     // rows that the buffers hold
+  int32_t most;         // rows that any routing brings
+  int32_t laps;         // that those may take
+  int32_t ranks, rank;  // of several: whose rows go farthest come first in pass 1; else 0
 
   MOK_HOST_DEVICE int shared_blocks() const { return tiles_of(tokens, kRowTile); }
   MOK_HOST_DEVICE int blocks() const { return most / kRowTile; }
@@ -70,7 +71,8 @@ struct alignas(16) Lap {
   int32_t expert;   // its first; the last lap is followed by one of the experts' number
   int32_t row;      // its first, in the schedule
   int32_t segment;  // its first
-  int32_t steps;    // that are counted in the lap: groups of rows sent home, and weight tiles
+  int32_t steps;    // that are counted in the lap: groups of rows sent home, weight tiles, and rows
+                    // that no tile waits for
 };
 
 // What a segment is; 16 bytes, as it is read at once.
@@ -93,6 +95,13 @@ MOK_HOST_DEVICE const PassShape& pass_of(const PlanShape& s, int pass) {
   return pass == pass_again(s) ? s.again : s.shared[pass - s.passes - 1];
 }
 
+// Whether a tile of the first lap waits for the rows of the second source, where there is one. Of
+// weights that nobody wants a gradient of, none does; but they are under way, and the next lap's
+// must not meet them.
+MOK_HOST_DEVICE bool second_is_read(const PlanShape& s) {
+  return s.again.n_tiles == 0 || s.routed[s.passes - 1].n_tiles > 0;
+}
+
 // Finds the laps of the experts' rows; laps: [most_laps + 1]. Returns how many there are.
 MOK_HOST_DEVICE int find_laps(const PlanShape& s, Lap* laps) {
   int count = 0, segment = 0;
@@ -108,12 +117,16 @@ MOK_HOST_DEVICE int find_laps(const PlanShape& s, Lap* laps) {
     const int experts = expert - first, rows = s.start[expert] - row;
     int steps = 0;
     if (expert < s.experts) {  // or nobody waits for them
-      int weight_tiles = 0, with_rows = experts;
+      int weight_tiles = 0;
       for (int pass = 0; pass < s.passes; ++pass) {
         weight_tiles += s.routed[pass].m_tiles * s.routed[pass].n_tiles;
       }
-      for (int e = first; e < expert && !s.keep_empty; ++e) with_rows -= s.count[e] <= 0;
-      steps = rows / kPushRows + with_rows * weight_tiles;
+      const bool alone = count == 0 && !second_is_read(s);
+      steps = rows / kPushRows;
+      for (int e = first; e < expert; ++e) {
+        steps += s.keep_empty || s.count[e] > 0 ? weight_tiles : 0;
+        steps += alone ? s.count[e] : 0;
+      }
     }
     laps[count] = {first, row, segment, steps};
     segment += experts * (s.passes + (count > 0 && s.again.n_tiles > 0)) +
@@ -201,6 +214,12 @@ struct Plan {
   MOK_HOST_DEVICE int count() const { return first[lap[*lap_count].segment]; }
 };
 
+// Rows lie by the rank whose tokens they are: the first row block behind the own ones, if all ranks
+// have as many. Pass 1 begins there, so that rows which stay here are the last.
+MOK_HOST_DEVICE int after_own(const PlanShape& s, int blocks) {
+  return (blocks * (s.rank + 1) + s.ranks - 1) / s.ranks;
+}
+
 // The tile number `inside` of a segment.
 MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
   Tile tile = no_tile();
@@ -222,7 +241,9 @@ MOK_HOST_DEVICE Tile tile_of(const PlanShape& s, const Segment& g, int inside) {
     tile.depth = g.valid > 0 ? tiles_of(g.valid, kDepthTile) : 1;
     return tile;
   }
-  place(inside, tiles_of(g.valid, kRowTile), pass.n_tiles, tile);
+  const int blocks = tiles_of(g.valid, kRowTile);
+  place(inside, blocks, pass.n_tiles, tile);
+  if (s.ranks > 1 && g.pass == 1) tile.m = (tile.m + after_own(s, blocks)) % blocks;
   tile.row += tile.m * kRowTile;
   const int left = g.valid - tile.m * kRowTile;
   tile.rows = left < kRowTile ? left : kRowTile;

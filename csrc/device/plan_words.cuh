@@ -14,7 +14,8 @@
 namespace mok {
 
 struct PlanWords {  // offsets; all before `lap_count` start at zero
-  int64_t counted, ready, done0, done1, expert_done, expert_rows, sums, lap_done, lap_count, lap;
+  int64_t counted, ready, done0, done1, expert_done, expert_rows, sums, lap_done, movers;
+  int64_t lap_count, lap;
   int64_t segment, first, total;
 
   // rows: of any routing.
@@ -34,7 +35,8 @@ struct PlanWords {  // offsets; all before `lap_count` start at zero
     at.expert_rows = at.expert_done + experts + 1;
     at.sums = at.expert_rows + experts + 1;
     at.lap_done = at.sums + blocks;
-    at.lap_count = at.lap_done + laps;
+    at.movers = at.lap_done + laps;
+    at.lap_count = at.movers + 1;
     at.lap = (at.lap_count + 1 + 3) / 4 * 4;
     at.segment = at.lap + kLapWords * (laps + 1);
     at.first = at.segment + kSegmentWords * segments;

@@ -156,7 +156,7 @@ void launch_backward(const BackwardArguments& x) {
   p.parts_per_row = x.sizes.width / kPartColumns;
   place_words(p, r, x.launch.words);
   if (x.peers.ranks > 1) {
-    set_exchange(p, x.peers, {x.peers.at.dy, x.peers.at.x}, x.dx_rows);
+    set_exchange(p, x.peers, x.launch, {x.peers.at.dy, x.peers.at.x}, x.dx_rows);
     launch_backward_of_ranks(p, x.launch, x.gradients.type, x.gradients.accumulate);
   } else {
     launch_backward<false>(p, x.launch, x.gradients.type, x.gradients.accumulate);

@@ -54,7 +54,8 @@ struct Counters {        // zeroed before the grid starts
   int32_t* expert_done;  // [experts + 1] tiles of pass 0
   int32_t* expert_rows;  // [experts + 1] the same, and rows of the second source
   int32_t* sums;         // [blocks] warps that have written prob's parts
-  int32_t* lap_done;     // [laps] groups of rows sent home, and weight tiles
+  int32_t* lap_done;     // [laps] groups of rows sent home, weight tiles, and rows of no reader
+  uint32_t* movers;      // CTAs that wanted to move rows
 };
 
 struct MoveArguments {
@@ -67,6 +68,7 @@ struct MoveArguments {
 };
 
 struct ExchangeArguments {  // of several ranks
+  uint32_t movers;          // the most CTAs that move rows: those that come first, so that they run
   Peers peers;
   int64_t pulled[2][kGenerations];  // where the sources lie in a workspace
   const uint8_t* pushed;            // bf16 [R, H]: what goes home
@@ -217,7 +219,7 @@ struct Direction {
 
   static __device__ __forceinline__ void side_work(const Parameters& p, Storage& storage) {
     const bool one = threadIdx.x % 32 == 0;
-    if (RANKS || one) {
+    if (RANKS ? is_mover(p) : one) {
       Mover mover{storage.move, p.fault};
       int ticket = one ? take_move(p) : 0;
       if constexpr (RANKS) {
@@ -236,6 +238,11 @@ struct Direction {
       }
     }
     if (one) arrive(storage.all_counted);
+  }
+
+  static __device__ __forceinline__ bool is_mover(const Parameters& p) {
+    const int before = threadIdx.x % 32 == 0 ? take_ticket(p.counters.movers) : 0;
+    return static_cast<uint32_t>(__shfl_sync(~0u, before, 0)) < p.exchange.movers;
   }
 
   static __device__ __forceinline__ void begin_lap(const Parameters& p, MoveLap& lap, int number) {
@@ -317,8 +324,10 @@ struct Direction {
     if (valid == 0) return;
     if (what.source == 0 || (RANKS && storage.lap.number > 0)) {
       mover.signal(p.counters.ready + first / kRowTile, valid);
-    } else {
+    } else if (!RANKS || second_is_read(p.plan.shape)) {
       mover.signal(p.counters.expert_rows + expert, valid);
+    } else {
+      mover.signal(p.counters.lap_done, valid);
     }
   }
 

@@ -51,7 +51,8 @@ inline void place_words(DirectionParameters& p, const Routing& r, int32_t* words
                 .expert_done = words + at.expert_done,
                 .expert_rows = words + at.expert_rows,
                 .sums = words + at.sums,
-                .lap_done = words + at.lap_done};
+                .lap_done = words + at.lap_done,
+                .movers = reinterpret_cast<uint32_t*>(words + at.movers)};
   p.census = {.planned = r.census,
               .row_count = r.row_count,
               .experts = r.experts,
@@ -83,9 +84,12 @@ void launch_direction(const DirectionParameters& p, const DirectionLaunch& launc
 }
 
 // Where the sources of moves lie in a workspace, and what goes home.
-inline void set_exchange(DirectionParameters& p, const Peers& peers,
+inline void set_exchange(DirectionParameters& p, const Peers& peers, const DirectionLaunch& launch,
                          std::array<const int64_t*, 2> sources, const void* pushed) {
   p.exchange.peers = peers;
+  p.exchange.movers = launch.movers > 0 ? launch.movers : ctas_of(launch);
+  p.plan.shape.ranks = peers.ranks;
+  p.plan.shape.rank = peers.rank;
   p.exchange.pushed = static_cast<const uint8_t*>(pushed);
   for (int source = 0; source < p.move.sources; ++source) {
     std::copy_n(sources[source], kGenerations, p.exchange.pulled[source]);

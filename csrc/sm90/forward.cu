@@ -100,7 +100,7 @@ void launch_forward(const ForwardArguments& x) {
                .hidden = x.sizes.hidden};
   place_words(p, r, x.launch.words);
   if (x.peers.ranks > 1) {
-    set_exchange(p, x.peers, {x.peers.at.x, nullptr}, x.rows);
+    set_exchange(p, x.peers, x.launch, {x.peers.at.x, nullptr}, x.rows);
     launch_forward_of_ranks(p, x.launch);
   } else {
     launch_direction<Forward<false>>(p, x.launch);

@@ -92,6 +92,7 @@ class CudaBackend:
         group: ProcessGroup | None,
         device: torch.device,
         given: tuple[Workspace, int] | None = None,
+        ahead: int = 0,
         **limits: Any,
     ) -> None:
         virtual = shape.ep_size if given is not None else 1
@@ -108,7 +109,7 @@ class CudaBackend:
         self.shape = shape
         # CTAs (0: one for each SM) and experts ahead (0: chosen; csrc/device/plan.cuh) of a launch.
         # They change no byte of any result.
-        self.ctas, self.ahead = 0, 0
+        self.ctas, self.ahead = 0, ahead
         self._tables = Tables()
         self._weights = {"forward": Watch(), "backward": Watch()}
         self._places_watch = Watch()

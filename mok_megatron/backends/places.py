@@ -31,7 +31,7 @@ class Places:
 
     into: WeightGradients
     flat: tuple[Tensor | None, ...]
-    watch: int  # of `flat`, or 0
+    watch: int  # of what is inside, or 0
     inside: Groups  # those of _GROUPS that have a bit in `wanted`
     wanted: int
     fp32: bool  # those inside
@@ -51,11 +51,11 @@ class Places:
         """
         groups = {name: getattr(into, name) for name in _GROUPS}
         inside: dict[str, Sequence[Tensor]] = {}
-        dtype = None
+        dtype, watched = None, True
         for name, group in groups.items():
             places: Sequence[Any] = group if isinstance(group, tuple) else (group,)
-            if several:
-                places = _filled(places)
+            if several and (filled := _filled(places)):
+                places, watched = filled, False  # nothing watches what is made here
             if any(place is None or place.dtype != places[0].dtype for place in places):
                 continue
             if dtype is None or dtype == places[0].dtype:
@@ -76,7 +76,7 @@ class Places:
         return Places(
             into=into,
             flat=flat,
-            watch=watch,
+            watch=watch if watched else 0,
             inside=[(group, "gradient") for group in inside.values()],
             wanted=sum(1 << i for i, name in enumerate(_GROUPS) if name in inside),
             fp32=dtype == torch.float32,
@@ -84,9 +84,10 @@ class Places:
         )
 
 
-def _filled(places: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """With scratch for those that nobody wants, if somebody wants another."""
+def _filled(places: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
+    """With one scratch for all that nobody wants, if somebody wants another; else None."""
     wanted = [place for place in places if place is not None]
     if not wanted or len(wanted) == len(places):
-        return places
-    return [torch.empty_like(wanted[0]) if place is None else place for place in places]
+        return None
+    scratch = torch.empty_like(wanted[0])
+    return [scratch if place is None else place for place in places]

@@ -42,8 +42,8 @@ class Ranks:
     """One layer's place in its expert parallel group.
 
     `given`: a workspace and a layer number, of virtual ranks; otherwise the group's workspace, made
-    at the first call. max_tokens, row_budget and deadline: --mok-max-tokens, --mok-row-budget and
-    --mok-deadline; arguments: megatron.training's, or None.
+    at the first call. max_tokens, row_budget, deadline and movers: the flags --mok-max-tokens and
+    so on; arguments: megatron.training's, or None.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Ranks:
         max_tokens: int | None = None,
         row_budget: float = 1.25,
         deadline: int = 60,
+        movers: int = 0,
         arguments: Any = None,
     ) -> None:
         self.shape, self.several = shape, shape.ep_size > 1
@@ -66,6 +67,7 @@ class Ranks:
             "arguments": arguments,
         }
         self._deadline = deadline
+        self.movers = movers  # CTAs that move rows, 0: all; they change no byte of any result
         self.calls = Calls("cuda", shape, group if self.several else None)
         self._patience_s = _VIRTUAL_S
 
@@ -95,6 +97,7 @@ class Ranks:
             layer,
             space.settings,
             self._patience_s,
+            self.movers,
         ]
 
     @property

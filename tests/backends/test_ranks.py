@@ -58,14 +58,14 @@ def test_the_first_call_joins_with_the_flags_and_counts_layers(
     met = []
     monkeypatch.setattr(calls, "_meet", lambda place, group: met.append(setattr(place, "run", "5")))
     flags = {"max_tokens": 9, "row_budget": 2.0, "arguments": None}
-    layers = [Ranks(SHAPE, group, CPU, deadline=7, **flags) for _ in range(2)]
+    layers = [Ranks(SHAPE, group, CPU, deadline=7, movers=3, **flags) for _ in range(2)]
     numbers = [layer.call("forward", tokens)[1] for layer in layers for tokens in (5, 6)]
     given = {"given_tokens": 9, "row_budget": 2.0, "arguments": None}
     assert len(met) == 1
     assert [layer.calls.now.number for layer in layers] == [2, 4]
     assert asked == [(SHAPE, 5, given), (SHAPE, 5, given)]
     assert loaded == [7, 7]
-    assert numbers == [[1, 16, 384, layer, 77, 60] for layer in (1, 1, 2, 2)]
+    assert numbers == [[1, 16, 384, layer, 77, 60, 3] for layer in (1, 1, 2, 2)]
 
 
 def _patience(rank: int, world: int) -> list[int]:

@@ -112,6 +112,10 @@ def expected(s: Shape) -> Ints:
     expert, number, _, wide, start, count, deep, weight, fault, lap, base = of[segment].T
     m, n = inside // wide, inside % wide
     order = np.lexsort((m, n, m // 16, segment))
+    if s.ranks > 1:
+        tall = of[:, 2][segment]
+        moved = (m + -(-tall * (s.rank + 1) // s.ranks)) % tall
+        m = np.where(number == 1, moved, m)
     combine = number == s.passes
     row = np.where(weight, start, start + 128 * m)
     rows = np.where(weight, count, np.clip(count - 128 * m, 0, 128))

@@ -28,6 +28,8 @@ mok::PlanShape shape_of(const int32_t *words, const int32_t *start,
   shape.capacity = words[6];
   shape.most = words[7];
   shape.laps = mok::most_laps(shape.most, shape.capacity);
+  shape.ranks = words[8];
+  shape.rank = words[9];
   shape.start = start;
   shape.count = count;
   return shape;
@@ -141,7 +143,7 @@ extern "C" void turns(int32_t ranks, int32_t rank, int32_t most, int32_t groups,
 // do not fill the room, the first word is -9.
 extern "C" void plan_cases(const int32_t *cases, int32_t n, const int32_t *rows,
                            int32_t *out) {
-  constexpr int kWords = 6 * mok::kMaxPasses + 3 + 8;
+  constexpr int kWords = 6 * mok::kMaxPasses + 3 + 10;
   for (; n > 0; --n, cases += kWords + 3) {
     const int32_t experts = cases[kWords], walkers = cases[kWords + 1],
                   room = cases[kWords + 2];

@@ -26,7 +26,7 @@ SOURCES = (
     "csrc/device/plan.cuh",
     "tests/csrc/plan_host.cpp",
 )
-COUNTS = (0, 0, 1, 64, 65, 128, 129, 700)
+COUNTS = (0, 0, 1, 64, 65, 128, 129, 700, 1500)
 FIELDS = 11  # expert, pass, m, n, row, rows, depth, fault, idle, lap, base
 Tile = tuple[int, ...]
 Pass = tuple[int, int, int]  # m_tiles, n_tiles, depth
@@ -46,6 +46,8 @@ class Shape:
     count: list[int]
     again: Pass = (0, 0, 0)  # what laps behind the first do first
     capacity: int = 0  # rows; 0: all of them
+    ranks: int = 0
+    rank: int = 0
 
     @property
     def experts(self) -> int:
@@ -58,7 +60,8 @@ class Shape:
     def words(self) -> list[int]:
         numbers = [word for one in (*self.routed, *self.shared, self.again) for word in one]
         numbers += [self.passes, self.experts, self.ahead, self.tokens, self.combine_tiles]
-        return [*numbers, int(self.keep_empty), self.rows, max(self.start[-1], 128)]
+        numbers += [int(self.keep_empty), self.rows, max(self.start[-1], 128)]
+        return [*numbers, self.ranks, self.rank]
 
     def split(self, tile: Tile) -> tuple[bool, int]:
         """Of the shared expert; the pass: 0 to passes - 1, passes of combine, or AGAIN."""
@@ -140,7 +143,10 @@ def drawn(draw: random.Random, most: int = 40) -> Shape:
         ]
         return row + weight
 
+    ranks = draw.choice((0, 2, 3, 8))
     return Shape(
+        ranks=ranks,
+        rank=draw.randrange(max(ranks, 1)),
         routed=passes_of(True),
         shared=passes_of(draw.random() < 0.5),
         passes=passes,
@@ -235,6 +241,16 @@ def check_visits(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
     assert Counter(tiles) == expected(shape), "a tile is missing, wrong or there twice"
 
 
+def check_far_first(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
+    """Of pass 1 the row blocks behind the own rank's come first, if all have as many rows."""
+    for expert in range(shape.experts):
+        blocks = shape.blocks(expert)
+        order = [t[2] for t in tiles if t[0] == expert and t[1] == 1 and t[3] == 0]
+        if 1 < shape.ranks <= blocks < 16:
+            assert order[0] == -(-blocks * (shape.rank + 1) // shape.ranks) % blocks
+            assert sorted(order) == list(range(blocks))
+
+
 def check_order(shape: Shape, tiles: list[Tile], _: random.Random) -> None:
     done: Counter[Key] = Counter()
     combined = False
@@ -285,7 +301,8 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Planner:
 
 
 @pytest.mark.parametrize(
-    ("check", "shapes"), [(check_visits, 60), (check_order, 60), (check_progress, 40)]
+    ("check", "shapes"),
+    [(check_visits, 60), (check_order, 60), (check_progress, 40), (check_far_first, 60)],
 )
 def test_random_shapes(planner: Planner, check: Check, shapes: int) -> None:
     run(planner, check, range(shapes))
@@ -377,7 +394,7 @@ def test_ranks_take_turns_in_an_expert(planner: Planner, ranks: int, most: int) 
 
 
 def test_laps_are_whole_experts_that_fit(planner: Planner) -> None:
-    draw, several = random.Random(5), 0
+    draw, several, alone = random.Random(5), 0, 0
     for _ in range(200):
         shape = drawn(draw)
         laps = shape.laps()
@@ -392,13 +409,17 @@ def test_laps_are_whole_experts_that_fit(planner: Planner) -> None:
             assert rows <= shape.rows
             if lap + 1 < len(laps):  # groups of 16 rows sent home, and weight tiles
                 pushed = sum(shape.blocks(e) * shape.routed[1][1] for e in experts)
-                assert steps == _steps(shape, experts) - pushed + rows // 16
+                of_nobody = lap == 0 and shape.again[1] and not shape.routed[shape.passes - 1][1]
+                brought = sum(shape.count[e] for e in experts) if of_nobody else 0
+                alone += brought > 0
+                assert steps == _steps(shape, experts) - pushed + rows // 16 + brought
             groups = ints([0] * (rows + 1))  # a group and its source, of 4 rows
             assert planner.library.move_order(*words, 2, lap, groups) >= 0
             for source in range(2):
                 moved = [g for g, s in zip(groups[:-1:2], groups[1::2], strict=True) if s == source]
                 assert moved == list(range(rows // 4))
     assert several > 50
+    assert alone > 10
 
 
 def test_rows_outside_the_contract_are_marked(planner: Planner) -> None:
