@@ -73,6 +73,7 @@
 // workspace has the same barrier before it: no rank may still push.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "device/schedule.cuh"  // MOK_HOST_DEVICE
@@ -98,11 +99,21 @@ struct Start {
 };
 static_assert(sizeof(Start) == 32);
 
-struct Control {
-  uint32_t epoch;      // of the last call that was published
-  uint32_t published;  // CTAs of publish that are done; 0 between calls
-  uint32_t abort;      // not 0: who has stopped, and why (check.h); it stays
+// What a rank waits for of others, where nothing hides it.
+enum Wait : int {
+  kWaitStart,  // gather: their calls
+  kWaitRows,   // load: rows for its next tile
+  kWaitHome,   // combine: rows that come home
+  kWaits,
 };
+
+struct Control {
+  uint32_t epoch;                          // of the last call that was published
+  uint32_t published;                      // CTAs of publish that are done; 0 between calls
+  uint32_t abort;                          // not 0: who has stopped, and why (check.h); it stays
+  alignas(16) uint64_t waited_ns[kWaits];  // of all calls; in a grid the mean of its CTAs' roles
+};
+static_assert(offsetof(Control, waited_ns) == 16);  // mok_megatron/backends/ranks.py
 
 struct Arrival {  // written and read as one word of 8 bytes
   uint32_t epoch;

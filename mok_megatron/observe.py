@@ -5,13 +5,15 @@ Ranges    mok/route (the router and the choice of rows), mok/forward, mok/backwa
 Timers    mok-forward, mok-backward: with --timing-log-level 2, beside Megatron's own. Like those
           of that level they wait for the device where they start and stop.
 Scalars   rows that a rank computes in a layer and micro-batch (the largest, the mean, and the
-          largest over the mean in the worst layer): with --tensorboard-dir or --wandb-project,
-          every --tensorboard-log-interval iterations. How long a rank waits for others inside a
-          call is not among them: no kernel counts it.
+          largest over the mean in the worst layer), and how long its calls of the cuda backend
+          wait for other ranks with nothing to do meanwhile, forward and backward (the largest and
+          the mean of the ranks): for their calls to begin, and, as a mean of the SMs, for rows that
+          the next tile or a token's sum needs. With --tensorboard-dir or --wandb-project, every
+          --tensorboard-log-interval iterations.
 
 Rows, and the calls they came in, are counted on the device, so that a CUDA graph's replays count
 too, and read when they are written, where all ranks add them up. A recomputed forward counts once,
-an evaluation not at all. Without these flags nothing is counted.
+an evaluation not at all, but for what it waits. Without these flags no row is counted.
 """
 
 from __future__ import annotations
@@ -75,6 +77,12 @@ class Observed:
             self._counted[:-1].add_(routing_map_TE.sum(0))
             self._counted[-1:].add_(1)
 
+    def take_waits(self) -> float:
+        """Milliseconds that all layers of this backend's workspace have waited, since asked last;
+        0 where none are counted."""
+        take = getattr(self.backend, "take_waits", None)
+        return 0.0 if take is None else sum(take())
+
     def take(self) -> Tensor | None:
         """int64 [E + 1]: rows this rank's tokens sent to each expert, and in how many calls, since
         asked last; None: nothing is counted."""
@@ -130,12 +138,14 @@ def gather() -> dict[str, float]:
     """The scalars since they were gathered last. Collective over all ranks."""
     alive = [observed for ref in _observed if (observed := ref()) is not None]
     device = torch.cuda.current_device()  # of the shim a CPU
-    most = torch.zeros(2, dtype=torch.float64, device=device)  # rows, ratio
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # rows, layers
+    most = torch.zeros(3, dtype=torch.float64, device=device)  # rows, ratio, wait
+    total = torch.zeros(4, dtype=torch.float64, device=device)  # rows, layers, wait, ranks
+    waited, calls = sum(observed.take_waits() for observed in alive), most.new_zeros(())
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for observed in alive:
         taken = observed.take()
         if taken is not None:
+            calls += taken[-1]
             mean_E = taken[:-1].double() / taken[-1].clamp_min(1)
             by_group.setdefault(observed.group, []).append(mean_E)
     for group, layers in by_group.items():
@@ -144,16 +154,23 @@ def gather() -> dict[str, float]:
         rows_MP = rows_ME.unflatten(1, (group.size(), -1)).sum(-1)
         mean_M, most_M = rows_MP.mean(1), rows_MP.amax(1)
         ratio_M = most_M / mean_M.clamp_min(1e-9)
-        most = torch.maximum(most, torch.stack([most_M.max(), ratio_M.max()]))
+        most[:2] = torch.maximum(most[:2], torch.stack([most_M.max(), ratio_M.max()]))
         total[0] += mean_M.sum()
         total[1] += len(layers)
+    most[2] = total[2] = waited / calls.clamp_min(1)
+    total[3] = calls > 0
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    (rows, ratio), (sum_rows, layers_seen) = most.tolist(), total.tolist()
+    rows, ratio, wait = most.tolist()
+    sum_rows, layers_seen, sum_waits, ranks = total.tolist()
     if not layers_seen:
         return {}
-    return {
+    scalars = {
         "mok/rows per rank, max": rows,
         "mok/rows per rank, mean": sum_rows / layers_seen,
         "mok/rows per rank, max over mean": ratio,
     }
+    if wait:
+        scalars["mok/exposed wait in ms, max"] = wait
+        scalars["mok/exposed wait in ms, mean"] = sum_waits / max(ranks, 1)
+    return scalars

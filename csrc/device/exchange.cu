@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   const Peers& group = a.peers;
   const uint32_t epoch = part<Control>(group, group.rank, group.at.control)->epoch;
   const uint32_t g = epoch % kGenerations;
+  const uint64_t began = global_nanoseconds();
   if (threadIdx.x < group.ranks) {  // thread p waits for rank p
     start[threadIdx.x] =
         await_start(group,
@@ -174,6 +175,9 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
                     a.fault);
   }
   __syncthreads();
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    add_wait(group, kWaitStart, global_nanoseconds() - began);
+  }
   if (threadIdx.x == 0) found = judge(start, group.ranks, a.limit);
   __syncthreads();
   const bool refused = found.kind != 0;

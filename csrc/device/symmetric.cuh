@@ -51,6 +51,14 @@ __device__ __forceinline__ void call_abort(const Peers& group, Tag tag, uint32_t
   fail(fault, tag, seen);
 }
 
+// One of many that add up.
+__device__ __forceinline__ void add_wait(const Peers& group, Wait wait, uint64_t nanoseconds) {
+  if (nanoseconds == 0) return;
+  auto* const to = &part<Control>(group, group.rank, group.at.control)->waited_ns[wait];
+  atomicAdd(reinterpret_cast<unsigned long long*>(to),
+            static_cast<unsigned long long>(nanoseconds));
+}
+
 // ---- start: a rank's call is published
 
 // What this thread has seen written is there for who has seen `to`'s epoch.

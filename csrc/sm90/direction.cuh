@@ -44,6 +44,7 @@ namespace mok::sm90 {
 
 constexpr int kCombineTokens = 8;  // of one combine tile
 constexpr int kPassWarps = 4;      // that raise sums for a tile
+constexpr int kMultiplyWarps = 8;  // of a CTA
 
 struct Counters {        // zeroed before the grid starts
   uint32_t* tickets;     // next tile, next move
@@ -102,7 +103,8 @@ struct Direction {
     MoveLap lap;
     PlanWalker walker;
     uint32_t counted[kCounts];
-    uint64_t all_counted;  // phase 0: by multiply's warps and move
+    uint64_t all_counted;              // phase 0: by multiply's warps and move
+    uint64_t home_ns[kMultiplyWarps];  // that combine has waited
   };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true, kLaps = RANKS;
@@ -120,7 +122,11 @@ struct Direction {
                                                 Tile& tile) {
       return storage.walker.find(p.plan, ticket, tile);
     }
-    static __device__ __forceinline__ void leave(const Parameters&) {}
+    static __device__ __forceinline__ void leave(const Parameters& p, const Storage& storage) {
+      if constexpr (RANKS) {
+        add_wait(p.exchange.peers, kWaitRows, storage.ahead.waited_ns / gridDim.x);
+      }
+    }
   };
 
   static __device__ __forceinline__ bool is_shared(const Parameters& p, const Tile& tile) {
@@ -152,7 +158,8 @@ struct Direction {
   static __device__ __forceinline__ void set_up(Storage& storage) {
     prepare(storage.move);
     for (uint32_t& count : storage.counted) count = 0;
-    barrier_init(storage.all_counted, 8 * kWarpArrivals + 1);
+    for (uint64_t& waited : storage.home_ns) waited = 0;
+    barrier_init(storage.all_counted, kMultiplyWarps * kWarpArrivals + 1);
     for (int32_t& expert : storage.move_expert) expert = 0;
   }
 
@@ -433,7 +440,9 @@ struct Direction {
         return;
       }
     }
+    clock_home(storage, false);
     uint32_t added = 0, summed = await_rows(p, first, end);  // of this lane: pieces, and slots
+    clock_home(storage, true);
     for (int token = first; token < end; ++token) {
       if constexpr (RANKS) {
         const Peers& group = p.exchange.peers;
@@ -446,6 +455,13 @@ struct Direction {
     }
     add_of_warp(&storage.counted[kCombined], added);
     add_of_warp(&storage.counted[kCombinedSlots], summed);
+  }
+
+  // Of several ranks, a warp's time before a wait, or after it: nothing is kept in registers.
+  static __device__ __forceinline__ void clock_home(Storage& storage, bool after) {
+    if (!RANKS || threadIdx.x % 32 != 0) return;
+    uint64_t& waited = storage.home_ns[threadIdx.x / 32 % kMultiplyWarps];
+    waited = after ? waited + global_nanoseconds() : waited - global_nanoseconds();
   }
 
   // Until the tokens' rows are in memory. Returns the sum of this lane's slots that have one.
@@ -480,6 +496,12 @@ struct Direction {
     wait(storage.all_counted, 0, p.fault, Tag::kEndCounts);
     const CombineArguments& c = p.combine;
     const int lane = threadIdx.x % 32;
+    if constexpr (RANKS) {
+      if (lane < kMultiplyWarps) {
+        const uint64_t all = static_cast<uint64_t>(kMultiplyWarps) * gridDim.x;
+        add_wait(p.exchange.peers, kWaitHome, storage.home_ns[lane] / all);
+      }
+    }
     if (!leave(p.census.counted, storage.counted, lane)) return;
     if (*c.faulty != 0 || conserved(p.census, p.exchange.peers, lane)) return;
     for (int token = 0; token < c.tokens; ++token) spoil_token(c, token, lane);

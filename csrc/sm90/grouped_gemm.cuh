@@ -48,7 +48,7 @@ struct GroupedGemm {
       tile = p.schedule.at(ticket);
       return true;
     }
-    static __device__ __forceinline__ void leave(const Parameters& p) {
+    static __device__ __forceinline__ void leave(const Parameters& p, const Storage&) {
       if (atomicAdd(p.tickets + 1, 1u) == gridDim.x - 1) {  // all have taken a ticket too many
         p.tickets[0] = 0;
         p.tickets[1] = 0;

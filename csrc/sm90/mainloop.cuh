@@ -181,7 +181,7 @@ struct Loader {
 
   __device__ __forceinline__ void run() {
     K::check(p);
-    storage.ahead = {K::Tickets::start(p, storage), kTake, 0, -1, -1, {}};
+    storage.ahead = {K::Tickets::start(p, storage), kTake, 0, -1, -1, {}, 0};
     for (;;) {
       const Tile& tile = storage.tile[storage.ahead.ring.slot()];
       finish(tile);
@@ -190,7 +190,7 @@ struct Loader {
       if (tile.last()) break;
       if (tile.depth > 0) load(tile);
     }
-    K::Tickets::leave(p);
+    K::Tickets::leave(p, storage);
   }
 
   __device__ __forceinline__ void finish(const Tile& next) {
@@ -198,7 +198,9 @@ struct Loader {
     if (storage.ahead.phase == kReady) return;
     const Input input = K::input(p, next);
     if (input.word == nullptr) return;
+    const uint64_t began = global_nanoseconds();
     wait_count(input.word, input.count, p.fault, input.tag);
+    if (input.tag == Tag::kLoadRows) storage.ahead.waited_ns += global_nanoseconds() - began;
     fence_async();
   }
 

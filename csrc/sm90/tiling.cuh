@@ -67,6 +67,7 @@ struct LookAhead {
   int32_t phase, ticket;
   int32_t expert, pass;   // whose tensor map has been acquired
   Ring<kTileSlots> ring;  // of the tile queue; here, to spare a register
+  uint64_t waited_ns;     // for moved rows
 };
 
 // SLOT_BYTES: of the largest unit of the kernel's passes.

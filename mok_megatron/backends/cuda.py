@@ -4,8 +4,7 @@ Forward   route (count, prefix, place) and the order of work, then one persisten
           and SwiGLU, down, combine
 Backward  the order of work, then one persistent grid: rows in, gradient of down and SwiGLU,
           gradient of up, weight gradients, combine
-Several ranks open a call with two kernels more: publish what the others need in the workspace that
-they share (workspace.py), gather all ranks' choices (csrc/workspace.h has the protocol). Every rank
+Several ranks open a call with two kernels more, publish and gather (csrc/workspace.h). Every rank
 then knows the whole schedule; rows come from their ranks and go home inside the grid.
 The shared expert's products are tiles of the same grids, over the tokens themselves, and come
 first: they need no rows. Rounding and order are the reference's (reference.py), and no atomic
@@ -222,6 +221,10 @@ class CudaBackend:
             plan = self._plan(context)
             self._beside(x_TH, dy_TH, rows, plan, places.outside, stream)
         return Gradients(dx_TH=dx_TH, dprob_TK=dprob_TK)
+
+    def take_waits(self) -> list[float]:
+        """Milliseconds of waiting since asked last (ranks.Ranks.take_waits)."""
+        return self._ranks.take_waits()
 
     def memory(self, tokens: int) -> str:
         """What a call of so many tokens keeps and takes, in words; after the first call."""

@@ -32,6 +32,8 @@ from mok_megatron.limits import (
 )
 from mok_megatron.peers import gib
 
+_WAITS = ("start", "rows", "home")  # Wait in csrc/workspace.h
+_WAITED = 16  # bytes before them in its Control
 _VIRTUAL_S = 10  # how long virtual ranks wait for each other
 _DIRECTIONS = {"forward": 1, "backward": 2}  # CallDirection in csrc/workspace.h
 
@@ -136,6 +138,18 @@ class Ranks:
         """Of a group that has made a call."""
         assert self._given is not None, "no call has been made"
         return self._given[0].limits
+
+    def take_waits(self) -> list[float]:
+        """Milliseconds that the group's calls on this rank have waited since asked last, in all
+        layers of the workspace: for other ranks' calls, for rows of tiles, for rows of combine. All
+        zero of one rank, and before a first call. Waits for the device."""
+        if not self.several or self._given is None:
+            return [0.0] * len(_WAITS)
+        space = self._given[0]
+        at = workspace.parts(self.shape, space.limits.tokens)[1] + _WAITED
+        words = space.memory[at : at + 8 * len(_WAITS)].view(torch.int64).tolist()
+        taken, space.waited_ns = space.waited_ns, words
+        return [(now - before) / 1e6 for now, before in zip(words, taken, strict=True)]
 
     def numbers(self) -> tuple[int, int]:
         """R of the schedules, and the most tokens of all ranks; 0 and 0 where one rank has room for

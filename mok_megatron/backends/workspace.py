@@ -60,6 +60,7 @@ class Workspace:
         handle: Any = None,
     ) -> None:
         self.rank, self.limits, self.settings = rank, limits, settings
+        self.waited_ns = [0, 0, 0]  # as they were taken last (ranks.py)
         self._memory: Tensor | None = memory
         self._bases_P: Tensor | None = torch.tensor(bases, dtype=torch.int64, device=memory.device)
         self._handle = handle

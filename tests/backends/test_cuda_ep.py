@@ -98,6 +98,27 @@ def test_any_number_of_ranks_gives_the_bytes_of_one(ranks: int, shared: int) -> 
 
 
 @gpu
+def test_what_a_rank_waits_for_is_counted() -> None:
+    """The first rank comes late: the other waits for its call so long, and for rows no longer than
+    a call lasts."""
+    parts = virtual.split(Problem.of(CASE), [300, 300])
+    into = virtual.places(parts, Problem.of(CASE).places(torch.float32, accumulate=True))
+    group = virtual.Group.of(parts[0].shape, 300)
+    group.call(parts, into)
+    for backend in group.backends:
+        backend.take_waits()
+    with torch.cuda.stream(group.streams[0]):
+        torch.cuda._sleep(400_000_000)  # cycles: 0.2 s or more
+    group.call(parts, into)
+    (first, *_), (start, rows, home) = (backend.take_waits() for backend in group.backends)
+    assert start > 100
+    assert 0 < first < 50
+    assert 0 <= rows < 50
+    assert 0 <= home < 50
+    assert group.backends[0].take_waits() == [0, 0, 0]
+
+
+@gpu
 @pytest.mark.parametrize("load", ["balanced", "one_expert", "half_empty", "tile_edges", "nothing"])
 def test_loads(load: str) -> None:
     problem = Problem.of(replace(CASE, load=load))

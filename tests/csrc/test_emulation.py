@@ -81,6 +81,21 @@ def test_a_map_is_encoded_again_only_where_a_buffer_has_moved(kernels: ctypes.CD
     assert trouble(it, kernels) == ""
 
 
+def test_what_a_rank_waits_for_is_counted(kernels: ctypes.CDLL) -> None:
+    """By a clock that moves with each look; of every call, and where there are others alone."""
+    it, before = of(2, ctas=2), [[0, 0, 0]] * 2
+    rows = 0
+    for direction in ("forward", "backward"):
+        assert it.run(kernels, direction) == ""
+        now = [space[16:40].view(torch.int64).tolist() for space in it.spaces]
+        for a, b in zip(before, now, strict=True):
+            assert b[0] >= a[0] + 1000, "for the others' calls"
+            assert b[2] > a[2], "for rows of combine"
+            rows += b[1] - a[1]
+        before = now
+    assert rows > 0, "for rows of tiles, in some order"
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(kernels: ctypes.CDLL, name: str) -> None:
     for order in range(20):
