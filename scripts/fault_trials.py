@@ -23,7 +23,9 @@ import argparse
 import json
 import os
 import random
+import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -171,6 +173,7 @@ def run_trial(backend: str, kind: str, place: str, draw: random.Random, folder: 
             r for r in ends if not ended(ranks[r], late - time.time(), _word(folder, r))
         ]:
             trouble.append(f"ranks {running} have not ended {trial.limit + GRACE_S:g} s later")
+            trouble += [f"rank {r} is at {_stack(ranks[r], folder / f'log-{r}')}" for r in running]
     finally:
         for process in ranks:
             process.kill()
@@ -256,6 +259,16 @@ def _await_injection(folder: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> 
             raise RuntimeError("no rank has gone wrong\n" + "\n".join(logs))
         time.sleep(0.02)
     return float(found["time"])
+
+
+def _stack(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The innermost frames of its main thread, as faulthandler writes them."""
+    before = len(log.read_bytes())
+    process.send_signal(signal.SIGUSR1)
+    _waited(process, 1.0)
+    said = log.read_bytes()[before:].decode(errors="replace")
+    frames = re.findall(r'File ".*?([^/"]+)", line (\d+) in (\w+)', said)
+    return " < ".join(f"{name}:{line} {function}" for name, line, function in frames[:4]) or "?"
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float, word: Path) -> bool:

@@ -8,6 +8,7 @@ itself in a parameter. What ends the rank is written to the trial's folder.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -187,6 +188,7 @@ def _value(read: Callable[[], float]) -> float | None:
 
 
 def main() -> int:
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, for who waits for it
     trial = Trial(**json.loads(sys.argv[1]))
     folder, world = Path(trial.folder), len(CASE.tokens)
     torch.set_num_threads(1)

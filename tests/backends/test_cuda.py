@@ -169,7 +169,7 @@ def test_a_large_schedule_is_a_stable_sort(tokens: int, experts: int) -> None:
     schedule = torch.ops.mok_megatron.route(
         expert_TK.to(cases.DEVICE), prob_TK.to(cases.DEVICE), experts
     )
-    plan = cuda._Plan.of(schedule, tokens, replace(SHAPE, num_experts=experts, top_k=top_k), 0)
+    plan = cuda._Plan.of(schedule, tokens, replace(SHAPE, num_experts=experts, top_k=top_k), 0, 0)
     (start_E, count_E, _, _, faulty, row_TK, slot_R, prob_R) = (
         getattr(plan, field.name).cpu() for field in fields(plan)
     )

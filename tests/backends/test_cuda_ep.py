@@ -370,7 +370,8 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
     """In a process of its own, whose CUDA context ends."""
     command = [sys.executable, "-c", ALONE]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert 2.9 < float(found.stdout) < 6, found.stderr  # whoever else has the GPU meanwhile
+    # 3 s by the GPU's clock; its end waits for its turn where other processes have the GPU too.
+    assert 2.9 < float(found.stdout) < 15, found.stderr
     assert re.search(r"gather waited for the start .* thread 1, saw", found.stderr), found.stderr
 
 

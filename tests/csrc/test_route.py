@@ -130,7 +130,7 @@ SEEDS = {
     "a view has the rows of the expert before": (
         "column >= first && column < first + local",
         "column >= first - 1 && column < first + local",
-        "views|died",
+        "views|died|out of bounds",
         "view.cuh",
     ),
     "a view takes other ranks' tokens for its own": (
