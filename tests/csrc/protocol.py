@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCES = (
@@ -27,6 +27,7 @@ SOURCES = (
     "csrc/device/plan.cuh",
     "tests/csrc/protocol_model.h",
     "tests/csrc/protocol_state.h",
+    "tests/csrc/protocol_moves.h",
     "tests/csrc/protocol_machine.h",
     "tests/csrc/protocol_host.cpp",
 )
@@ -37,7 +38,9 @@ class Small:
     """A problem whose every order of steps is visited; the order of protocol_host.cpp's words.
 
     backward: a bit for each call. tokens: of each rank, call after call. dies: a rank that stops at
-    any step, or -1. Token t of rank r has experts r + 1 + t and on.
+    any step, or -1. kept and capacity: row blocks, one for each expert with rows, that the first
+    lap holds, and a later one. frozen: nobody wants the experts' weight gradients. Token t of rank
+    r has experts r + 1 + t and on.
     """
 
     ranks: int = 2
@@ -50,6 +53,9 @@ class Small:
     held: int = 0
     tiles: int = 1
     ahead: int = 1
+    kept: int = 99
+    capacity: int = 99
+    frozen: bool = False
     seed: int = 0
     calls: int = 2
     backward: int = 0
@@ -63,6 +69,10 @@ class Small:
 
 
 _SAY_SECONDS = 30  # between two lines of progress; drawing makes about 1,300 schedules a second
+# Rank 1 has both experts of its one token, which take their turns.
+_LAPS = Small(
+    local=2, most=1, kept=1, capacity=1, ctas=2, slots=2, calls=1, backward=1, tokens=(0, 1)
+)
 # In seconds.
 SMALL = {
     "three-calls": Small(calls=3),
@@ -76,6 +86,11 @@ SMALL = {
     "two-column-tiles": Small(tiles=2),
     "a-rank-stops": Small(calls=3, dies=1),
     "three-ranks": Small(ranks=3, calls=1),
+    "laps": Small(local=2, kept=1, capacity=1, backward=0b10),
+    "laps-after-none-is-kept": Small(local=2, kept=0, capacity=1, calls=3, backward=0b110),
+    "laps-of-two-ctas": replace(_LAPS, backward=0),
+    "laps-of-two-ctas-backward": _LAPS,
+    "laps-of-frozen-weights": replace(_LAPS, frozen=True),
 }
 # In minutes.
 LARGE = {
@@ -85,6 +100,8 @@ LARGE = {
     "two-ctas-a-rank-stops": Small(ctas=2, slots=2, calls=1, dies=0),
     "two-ctas-two-experts": Small(ctas=2, slots=2, local=2, calls=1),
     "three-ranks-three-calls": Small(ranks=3, calls=3),
+    "laps-of-two-ctas-both-ranks": replace(_LAPS, backward=0, tokens=(1, 1)),
+    "laps-of-two-ctas-after-none": replace(_LAPS, kept=0),
 }
 
 

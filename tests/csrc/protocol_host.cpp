@@ -85,9 +85,9 @@ Found explore(const Setup &setup, int64_t most) {
 using Random = std::mt19937_64;
 int below(Random &random, int end) { return static_cast<int>(random() % end); }
 
-// Who may go: everybody; but one agent, or one rank's, only when nobody else
-// can.
-enum Manner { kFair, kStarvedAgent, kStarvedRank, kHastyRank, kManners };
+// Who may go: everybody; but one agent, after a few steps, or one rank's, only
+// when nobody else can.
+enum Manner { kFair, kStoppedAgent, kStarvedRank, kHastyRank, kManners };
 
 // One order of steps, drawn.
 Found wander(const Setup &setup, Random &random, int manner) {
@@ -95,10 +95,11 @@ Found wander(const Setup &setup, Random &random, int manner) {
   Found found;
   const int agents = m.agents(), each = m.agents_of_rank(),
             chosen = below(random, agents);
+  int left = below(random, 12); // steps before the agent is held back
   const auto holds_back = [&](int agent) {
     switch (manner) {
-    case kStarvedAgent:
-      return agent == chosen;
+    case kStoppedAgent:
+      return agent == chosen && left == 0;
     case kStarvedRank:
       return agent / each == chosen / each;
     case kHastyRank:
@@ -107,17 +108,22 @@ Found wander(const Setup &setup, Random &random, int manner) {
       return false;
     }
   };
+  const auto go = [&](int agent) {
+    const bool goes = m.step(agent, false);
+    left -= goes && agent == chosen && left > 0;
+    return goes;
+  };
   while (m.fault.empty() && !m.finished()) {
     bool moved = false;
     for (int tries = 0; tries < 16 && !moved; ++tries) {
       const int agent = m.draw(random);
-      moved = !holds_back(agent) && m.step(agent, false);
+      moved = !holds_back(agent) && go(agent);
     }
     const int first = below(random, agents);
     for (int held = 0; held < 2 && !moved; ++held) {
       for (int i = 0; i < agents && !moved; ++i) {
         const int agent = (first + i) % agents;
-        moved = holds_back(agent) == (held != 0) && m.step(agent, false);
+        moved = holds_back(agent) == (held != 0) && go(agent);
       }
     }
     ++found.steps;
@@ -163,7 +169,15 @@ Setup drawn_setup(Random &random, int seed) {
   s.n1 = 1 + below(random, 2);
   s.ahead = 1 + below(random, 3);
   s.token_tile = 1 + below(random, 2);
+  s.again = 1 + below(random, 2);
+  s.movers = 1 + below(random, s.ctas);
   s.shared = below(random, 2) != 0;
+  s.frozen = below(random, 4) == 0;
+  s.keep_empty = below(random, 2) != 0;
+  if (s.ranks > 1 && below(random, 4) != 0) {
+    s.capacity = 1 + below(random, s.local);
+    s.kept = below(random, s.capacity + 1);
+  }
   s.seed = seed;
   constexpr uint32_t kEpochs[4] = {0, 1, 0xfffffffd, 0xfffffffe};
   s.epoch = kEpochs[below(random, 4)];
@@ -204,12 +218,14 @@ Setup drawn_setup(Random &random, int seed) {
 // Two ranks of one expert each, two calls; `tokens` of rank 1, and so on.
 Setup small_setup(const int32_t *words) {
   Setup s;
-  int32_t *const places[] = {&s.ranks, &s.local, &s.choices, &s.most,
-                             &s.ctas,  &s.slots, &s.depth,   &s.held,
-                             &s.n0,    &s.ahead, &s.seed};
+  int32_t frozen = 0;
+  int32_t *const places[] = {
+      &s.ranks, &s.local, &s.choices, &s.most, &s.ctas,     &s.slots, &s.depth,
+      &s.held,  &s.n0,    &s.ahead,   &s.kept, &s.capacity, &frozen,  &s.seed};
   for (int32_t *const place : places)
     *place = *words++;
   s.n1 = s.n0;
+  s.frozen = frozen != 0;
   const int calls = *words++, kind = *words++;
   s.dies = *words++;
   s.may_expire = s.dies >= 0;

@@ -1,14 +1,15 @@
-// The agents of protocol_model.h, one function each. Counter targets are those
-// of csrc/sm90/direction.cuh: input(), announce(), combine_when_ready().
+// The agents of protocol_model.h, one function each, but movers. Counter
+// targets are those of csrc/sm90/direction.cuh: input(), announce(),
+// combine_when_ready().
 #pragma once
 
-#include "protocol_state.h"
+#include "protocol_moves.h"
 
 namespace protocol {
 
-class Machine : public State {
+class Machine : public Moves {
 public:
-  using State::State;
+  using Moves::Moves;
 
   // Agents of a rank: stream, death, a sender and a watcher for each peer, and
   // of each CTA load, multiply, store, mover, and who comes and goes.
@@ -187,7 +188,12 @@ private:
       const Block &at = block(r, b);
       if (at.made0 != s.n0 || at.made1 != s.n1)
         wrong("a product is not made once", r);
-      if (at.brought != w.brought[b] || at.ready != at.brought ||
+      const bool later = w.lap_of(b) > 0;
+      const int again = later ? w.shape.again.n_tiles : 0;
+      if (at.again != again)
+        wrong("a product is not made again once", r);
+      if (at.brought != w.brought[b] ||
+          at.ready != at.brought + (later ? at.brought1 + again : 0) ||
           at.brought1 != (what(r).backward ? at.brought : 0))
         wrong("a row is not there once", r);
     }
@@ -203,6 +209,10 @@ private:
       if (quiet || running(r) == s.slots)
         return false;
       ++running(r);
+      if (movers(r) == s.movers)
+        a.no_moves = 1;
+      else
+        ++movers(r);
       return set(a.status, 1);
     }
     const bool idle = a.no_more && done(a) == a.taken && a.no_moves;
@@ -220,15 +230,41 @@ private:
   static bool is_shared(const Work &w, const mok::Tile &tile) {
     return tile.expert == w.shape.experts && tile.pass != w.shape.passes;
   }
-  static int kind(const Work &w,
-                  const mok::Tile &tile) { // 0 to passes - 1; passes: combine
+  // 0 to passes - 1; passes: combine; then what is done again
+  static int kind(const Work &w, const mok::Tile &tile) {
+    if (tile.pass == mok::pass_again(w.shape))
+      return w.shape.passes + 1;
     return tile.pass <= w.shape.passes ? tile.pass
                                        : tile.pass - w.shape.passes - 1;
   }
+  static bool is_again(const Work &w, const mok::Tile &tile) {
+    return kind(w, tile) > w.shape.passes;
+  }
   Block &block_of(int r, const mok::Tile &tile) {
     const Work &w = work(r);
-    return block(r, (is_shared(w, tile) ? w.blocks() : 0) +
-                        tile.row / mok::kRowTile);
+    return block(r, (is_shared(w, tile) ? w.blocks() : 0) + number(tile));
+  }
+  static int number(const mok::Tile &tile) {
+    return (tile.row + tile.base) / mok::kRowTile;
+  }
+
+  // What load and fetch read of the buffers.
+  void read_input(int r, const mok::Tile &tile) {
+    const Work &w = work(r);
+    const int which = kind(w, tile), first = number(tile);
+    if (which == w.shape.passes || is_shared(w, tile))
+      return;
+    const int count = mok::tiles_of(tile.rows, mok::kRowTile);
+    const bool again = is_again(w, tile),
+               after = tile.lap > 0 && what(r).backward;
+    for (int b = first; b < first + count; ++b) {
+      if (which == 0 || which == 2)
+        read_rows(r, kRows0, b);
+      if (which == 3 || again)
+        read_rows(r, kRows1, b);
+      if (!again && (which > 0 || after))
+        read_rows(r, kMade0, b);
+    }
   }
 
   bool load(int r, Cta &a, int c, bool quiet) {
@@ -237,7 +273,10 @@ private:
     const Work &w = work(r);
     if (a.loaded < a.taken) {
       const mok::Tile &tile = w.tiles[a.ticket[a.loaded % kRing]];
-      return may_load(r, tile) && set(a.loaded, a.loaded + 1);
+      if (!may_load(r, tile))
+        return false;
+      read_input(r, tile);
+      return set(a.loaded, a.loaded + 1);
     }
     if (quiet || a.no_more || a.taken - done(a) >= kRing)
       return false;
@@ -262,15 +301,24 @@ private:
   bool may_load(int r, const mok::Tile &tile) {
     const Work &w = work(r);
     const int which = kind(w, tile);
-    const bool shared = is_shared(w, tile);
+    const bool shared = is_shared(w, tile), again = is_again(w, tile);
     if (which == w.shape.passes || (which == 0 && shared))
       return true;
     Block &at = block_of(r, tile);
-    if (which == 0) {
-      if (at.ready < tile.rows)
+    if (which == 0 || again) {
+      int wanted = tile.rows;
+      if (tile.lap > 0) {
+        const int sources = what(r).backward ? 2 : 1;
+        wanted *= s.seed == kOneSource && again ? 1 : sources;
+        if (which == 0 && s.seed != kNoAgain)
+          wanted += w.shape.again.n_tiles;
+      }
+      if (at.ready < wanted)
         return false;
-      if (at.brought < tile.rows)
-        wrong("pass 0 reads rows that are not there", r);
+      if ((again ? at.brought1 : at.brought) < tile.rows)
+        wrong("a pass reads rows that are not there", r);
+      if (which == 0 && tile.lap > 0 && at.again < w.shape.again.n_tiles)
+        wrong("pass 0 reads what is not made again", r);
     } else if (which == 1) {
       const bool swapped = s.seed == kSwappedWait && !shared;
       if (swapped ? at.ready < tile.rows : at.done0 < s.n0)
@@ -278,13 +326,14 @@ private:
       if (at.made0 < s.n0)
         wrong("pass 1 reads what pass 0 has not made", r);
     } else {
+      const bool later = tile.lap > 0 && s.seed != kFirstPass;
       const int first =
           shared ? w.blocks() : w.start[tile.expert] / mok::kRowTile;
       const int count = shared
                             ? w.shape.shared_blocks()
                             : w.start[tile.expert + 1] / mok::kRowTile - first;
       const bool second = which == 3 && s.seed != kNoRows;
-      const int moved = second && !shared ? w.count[tile.expert] : 0;
+      const int moved = second && !shared && !later ? w.count[tile.expert] : 0;
       const Word seen =
           second ? expert_rows(r, tile.expert) : expert_done(r, tile.expert);
       if (seen < count * s.n0 + moved)
@@ -307,14 +356,17 @@ private:
         if (quiet)
           return false;
         ++block_of(r, tile).sums;
+        write_rows(r, kSums, number(tile));
       }
       return set(a.summed, a.summed + 1);
     }
     if (a.multiplied == a.loaded)
       return false;
     const mok::Tile &tile = w.tiles[a.ticket[a.multiplied % kRing]];
-    if (kind(w, tile) < w.shape.passes)
+    if (kind(w, tile) != w.shape.passes) {
+      read_input(r, tile);
       return set(a.multiplied, a.multiplied + 1);
+    }
     const int t = tile.m * s.token_tile + a.token;
     if (a.token == s.token_tile || t >= w.shape.tokens) {
       a.token = 0;
@@ -356,6 +408,10 @@ private:
         read(home(r, piece.at), r, "combine reads a row that is not home");
       } else if (block(r, piece.at).made1 < s.n1) {
         wrong("combine reads what pass 1 has not made", r);
+      } else {
+        read_rows(r, kMade1, piece.at);
+        if (what(r).backward)
+          read_rows(r, kSums, piece.at);
       }
     }
     return true;
@@ -373,7 +429,15 @@ private:
     const Work &w = work(r);
     const mok::Tile &tile = w.tiles[a.ticket[at % kRing]];
     const int which = kind(w, tile);
-    if (which <= 1) {
+    const bool again = is_again(w, tile), rows = !is_shared(w, tile);
+    if (make && rows && (which <= 1 || again))
+      write_rows(r, which == 1 ? kMade1 : kMade0, number(tile));
+    if (again) {
+      ++(make ? block_of(r, tile).again : block_of(r, tile).ready);
+    } else if (which > 1 && which < w.shape.passes) {
+      if (!make && rows && s.seed != kNoWeightTiles)
+        ++lap_done(r, tile.lap);
+    } else if (which <= 1) {
       Block &b = block_of(r, tile);
       ++(make         ? which == 0 ? b.made0 : b.made1
          : which == 0 ? b.done0
@@ -384,103 +448,6 @@ private:
       }
     }
     return make ? set(a.made, a.made + 1) : set(a.announced, a.announced + 1);
-  }
-
-  // ---- moves: rows in, then rows home
-
-  bool mover(int r, Cta &a) {
-    if (a.status != 1 || a.no_moves)
-      return false;
-    const Work &w = work(r);
-    const bool takes = a.stage == kNothing && a.hands <= s.held &&
-                       move_tickets(r) < static_cast<int>(w.moves.size());
-    if (takes)
-      a.hand[a.hands++] = move_tickets(r)++;
-    if (takes && s.held > 0)
-      return true;
-    if (a.hands == 0)
-      return a.under_way > 0 ? settle(r, a) : set(a.no_moves, 1);
-    const Work::Move &move = w.moves[a.hand[0]];
-    if (move.source == kHome) {
-      if (takes)
-        return true;
-      if (a.under_way > 0 && s.seed != kUnsettled)
-        return settle(r, a);
-      return send_home(r, a, move);
-    }
-    if (a.under_way == s.depth)
-      return takes || settle(r, a);
-    read_tokens(r, move);
-    if (s.seed == kEarlyReady && move.source == 0)
-      block(r, move.block).ready += move.rows.size();
-    a.flight[a.under_way++] = a.hand[0];
-    return shift(a.hand, a.hands);
-  }
-
-  static bool shift(Word (&queue)[kFlight], Word &count) {
-    std::copy(queue + 1, queue + kFlight, queue);
-    queue[kFlight - 1] = 0;
-    return set(count, count - 1);
-  }
-
-  void read_tokens(int r, const Work::Move &move) {
-    for (const int i : move.rows)
-      read(x(work(r).rows[i].rank, generation(r)), r,
-           "a pull reads another call's tokens");
-  }
-
-  bool settle(int r, Cta &a) { // the oldest copies
-    const Work::Move &move = work(r).moves[a.flight[0]];
-    const Word rows = move.rows.size();
-    read_tokens(r, move);
-    Block &b = block(r, move.block);
-    if (move.source == 0) {
-      b.brought += rows;
-      if (s.seed != kEarlyReady)
-        b.ready += rows;
-    } else {
-      b.brought1 += rows;
-      expert_rows(r, move.expert) += rows;
-    }
-    return shift(a.flight, a.under_way);
-  }
-
-  bool send_home(int r, Cta &a, const Work::Move &move) {
-    const Work &w = work(r);
-    Block &b = block(r, move.block);
-    const bool sums = what(r).backward, early = s.seed == kEarlyArrival;
-    if (a.stage == kNothing) {
-      if (s.seed != kPushEarly && b.done1 < s.n1)
-        return false;
-      if (sums && s.seed != kNoSums && b.sums < s.n0)
-        return false;
-      if (b.made1 < s.n1)
-        wrong("a push reads what pass 1 has not made", r);
-      if (sums && b.sums < s.n0)
-        wrong("a push reads sums that are not there", r);
-      for (const int i : move.rows)
-        home(w.rows[i].rank, w.rows[i].slot) = unseen(now(r));
-      return set(a.stage, kIssued);
-    }
-    if (a.stage == (early ? kVisible : kIssued)) {
-      for (const int i : move.rows)
-        make_visible(home(w.rows[i].rank, w.rows[i].slot));
-      if (!early)
-        return set(a.stage, kVisible);
-      a.stage = kNothing;
-      return shift(a.hand, a.hands);
-    }
-    const Work::Row &row = w.rows[move.rows[a.row]];
-    const bool last = a.row + 1u == move.rows.size();
-    if (!last || s.seed != kDroppedArrival)
-      arrived(row.rank, row.slot) = now(r);
-    a.row = last ? 0 : a.row + 1;
-    if (!last)
-      return true;
-    if (early)
-      return set(a.stage, kVisible);
-    a.stage = kNothing;
-    return shift(a.hand, a.hands);
   }
 };
 

@@ -17,10 +17,15 @@
 // bytes. Signals are single words and seen at once; a late one is a watcher
 // that runs late.
 //
+// Laps. The rows of a rank beyond its buffers take them in turn, a block of the
+// schedule at a time: each part of a buffer's block holds the number of whose
+// bytes were last written there, and who reads another's is at fault, when it
+// begins to read and when it ends.
+//
 // What must hold: no agent is left blocked; a cell is read only while it holds
-// this call's bytes; products and pushes start after what they read is there;
-// each token is combined once; after one rank's limit has passed, no other
-// waits out its own.
+// this call's bytes, and a buffer only while it holds the reader's rows;
+// products and pushes start after what they read is there; each token is
+// combined once; after one rank's limit has passed, no other waits out its own.
 #pragma once
 
 #include <algorithm>
@@ -67,6 +72,16 @@ enum Seed : int {
   kNoDeadline,     // gather waits without a deadline
   kAbortNotTold,   // a rank that expires tells nobody
   kAbortNotPolled, // combine does not look whether it has been told
+  kNoLapWait,      // rows are brought without waiting for the lap before
+  kNoWeightTiles,  // a lap is over when its rows are home
+  kNoHomeRows,     // a lap is over when its weight tiles are made
+  kNoSecondRows,   // a lap's rows under way that no tile reads are not counted
+  kStay,           // with laps, too, the own tokens' rows stay where they are
+  kOwnLapDone,     // moves wait for their own lap
+  kOneSource,      // what is done again waits for the rows of one source
+  kNoAgain,        // pass 0 of a later lap does not wait for what is done again
+  kFirstPass, // a later lap's last weight gradient waits as the first lap's
+              // does
   kSeeds,
 };
 
@@ -84,9 +99,14 @@ struct Setup {
   int ctas = 1, slots = 1;
   int depth = 1, held = 0; // moves whose copies a mover has under way; tickets
                            // it has for later
-  int n0 = 1, n1 = 1, ahead = 1, token_tile = 1;
+  int movers = 1 << 8;     // CTAs that move rows
+  int n0 = 1, n1 = 1, again = 1, ahead = 1, token_tile = 1;
+  int kept = 1 << 8, capacity = 1 << 8; // row blocks that the first lap holds,
+                                        // and a later one
   bool shared = false;
-  uint32_t epoch = 0; // of the workspace before the first call
+  bool frozen = false;     // nobody wants the experts' weight gradients
+  bool keep_empty = false; // experts without rows have weight tiles
+  uint32_t epoch = 0;      // of the workspace before the first call
   std::vector<Call> calls;
   std::vector<std::vector<int>> order; // [P] the calls that a rank makes
   int dies = -1;                       // this rank stops somewhere
@@ -108,9 +128,12 @@ struct Work {
   std::vector<int> brought; // [block] rows
   struct Move {
     int source, block, expert; // source: kHome of rows that go home
+    int lap, groups;           // groups: that the lap counts
     std::vector<int> rows;     // of them, those that there are
   };
-  std::vector<Move> moves; // by ticket, without those of no row
+  // By ticket, without those of no row; but a lap that another waits for counts
+  // its groups to send home, whether or not there are rows in them.
+  std::vector<Move> moves;
   struct Piece {
     bool here;
     int at; // block here, or slot
@@ -118,26 +141,44 @@ struct Work {
   std::vector<std::vector<Piece>> pieces; // [token]
 
   int blocks() const { return static_cast<int>(brought.size()); }
+  bool several_laps() const { return laps.size() > 2; }
+  int lap_of(int block) const {
+    int lap = 0;
+    while (laps[lap + 1].row <= block * mok::kRowTile)
+      ++lap;
+    return lap;
+  }
+  int buffer(int block) const { // where its rows lie
+    return block - laps[lap_of(block)].row / mok::kRowTile;
+  }
 };
 
 constexpr int kHome = 2;
 
-// Tickets of rows to bring, then of rows to send home. mixed: an expert's go
-// home after its own.
-inline void set_moves(Work &w, int sources, int rank, int ranks, bool mixed) {
+// Of each lap, tickets of rows to bring, then of rows to send home. mixed: an
+// expert's go home after its own.
+inline void set_moves(Work &w, int sources, int rank, int ranks, bool mixed,
+                      bool stay) {
+  int lap = 0;
   const auto add = [&](int source, int first, int count) {
-    Work::Move move{source, first / mok::kRowTile, 0, {}};
+    const bool counts = source == kHome && lap + 2u < w.laps.size();
+    Work::Move move{source, first / mok::kRowTile, 0, lap, counts, {}};
     for (int i = 0; i < static_cast<int>(w.rows.size()); ++i) {
-      const bool wanted = source != kHome || w.rows[i].rank != rank;
+      const bool wanted = source != kHome || w.rows[i].rank != rank ||
+                          (w.several_laps() && !stay);
       if (wanted && w.rows[i].at >= first && w.rows[i].at < first + count)
         move.rows.push_back(i);
     }
     while (w.start[move.expert + 1] <= first)
       ++move.expert;
-    if (!move.rows.empty())
+    if (move.rows.empty() && counts && !w.moves.empty() &&
+        w.moves.back().rows.empty() && w.moves.back().expert == move.expert)
+      ++w.moves.back().groups; // one after the other they wait for nothing
+    else if (!move.rows.empty() || counts)
       w.moves.push_back(move);
   };
-  const auto row_of = [&](int ticket, int rows) {
+  const auto row_of = [&](int group, int rows) {
+    const int ticket = group + w.laps[lap].row / rows;
     int expert = 0;
     while (w.start[expert + 1] <= ticket * rows)
       ++expert;
@@ -147,14 +188,16 @@ inline void set_moves(Work &w, int sources, int rank, int ranks, bool mixed) {
             turns.at(ticket - first, w.start[expert + 1] / rows - first)) *
            rows;
   };
-  const mok::MoveOrder order =
-      mok::MoveOrder::of(w.shape, sources, w.laps.data(), 0);
-  for (int ticket = 0; ticket < order.count(); ++ticket) {
-    const mok::Move move = order.at(ticket);
-    add(move.source, row_of(move.group, mok::kMoveRows), mok::kMoveRows);
+  for (; lap + 1u < w.laps.size(); ++lap) {
+    const mok::MoveOrder order =
+        mok::MoveOrder::of(w.shape, sources, w.laps.data(), lap);
+    for (int ticket = 0; ticket < order.count(); ++ticket) {
+      const mok::Move move = order.at(ticket);
+      add(move.source, row_of(move.group, mok::kMoveRows), mok::kMoveRows);
+    }
+    for (int push = 0; push < order.pushes; ++push)
+      add(kHome, row_of(push, mok::kPushRows), mok::kPushRows);
   }
-  for (int push = 0; push < order.pushes; ++push)
-    add(kHome, row_of(push, mok::kPushRows), mok::kPushRows);
   const auto before = [](const Work::Move &a, const Work::Move &b) {
     return a.expert < b.expert;
   };
@@ -187,12 +230,13 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
   w.brought.resize(blocks);
   for (const Work::Row &row : w.rows)
     ++w.brought[row.at / mok::kRowTile];
+  const bool stay = blocks <= s.kept || s.seed == kStay;
   for (int t = 0; t < static_cast<int>(w.pieces.size()) && !refused; ++t) {
     for (int k = 0; k < s.choices; ++k) {
       const int slot = t * s.choices + k, expert = call.choice[rank][slot];
       if (expert < 0)
         continue;
-      if (expert / s.local != rank) {
+      if (expert / s.local != rank || !stay) {
         w.pieces[t].push_back({false, slot});
         continue;
       }
@@ -209,21 +253,27 @@ inline Work work_of(const Setup &s, const Call &call, int rank, bool refused) {
   shape.combine_tiles = mok::tiles_of(shape.tokens, s.token_tile);
   shape.start = w.start.data();
   shape.count = w.count.data();
-  shape.kept = shape.capacity = shape.most =
-      std::max(w.start.back(), mok::kRowTile);
-  shape.laps = 1;
+  shape.kept = s.kept * mok::kRowTile;
+  shape.capacity = s.capacity * mok::kRowTile;
+  shape.most = s.local * mok::kRowTile;
+  shape.laps = mok::most_laps(shape.most, shape.kept, shape.capacity);
+  shape.keep_empty = s.keep_empty;
+  if (call.backward && s.ranks > 1)
+    shape.again = {0, s.again, 1};
   for (mok::PassShape *pass : {shape.routed, shape.shared}) {
     if (pass == shape.shared && !s.shared)
       break;
     pass[0] = {0, s.n0, 1};
     pass[1] = {0, s.n1, 1};
-    if (call.backward)
+    if (call.backward && !(s.frozen && pass == shape.routed))
       pass[2] = pass[3] = {1, 1, 0};
   }
-  w.laps.resize(2);
+  w.laps.resize(shape.laps + 1);
   const int32_t lap_count = mok::find_laps(shape, w.laps.data());
-  set_moves(w, call.backward ? 2 : 1, rank, s.ranks, s.seed == kPushFirst);
-  std::vector<mok::Segment> segments(w.laps[1].segment);
+  w.laps.resize(lap_count + 1);
+  set_moves(w, call.backward ? 2 : 1, rank, s.ranks, s.seed == kPushFirst,
+            s.seed == kStay);
+  std::vector<mok::Segment> segments(w.laps[lap_count].segment);
   w.first.resize(segments.size() + 4);
   for (int i = 0; i < static_cast<int>(segments.size()); ++i) {
     segments[i] = mok::segment_at(shape, w.laps.data(), i);

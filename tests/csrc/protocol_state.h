@@ -22,7 +22,15 @@ constexpr int kRing = 2;   // tiles that a CTA has taken and not announced
 constexpr int kFlight = 3; // most moves of a mover under way, and in its hands
 
 struct Block { // counters beside what is true
-  Word ready, brought, brought1, done0, made0, done1, made1, sums;
+  Word ready, brought, brought1, again, done0, made0, done1, made1, sums;
+};
+// Of a block of the buffers, whose bytes are in each part: a block's number
+// + 1. Forward: x, then y, by rows 0, and the activation; backward: rows of dy
+// and x, what pass 0 makes (and before it what is done again), dx, and prob's
+// parts.
+enum Part { kRows0, kRows1, kMade0, kMade1, kSums, kParts };
+struct Buffer {
+  Word owner[kParts];
 };
 struct Cta {
   Word status; // 0: waits for a slot, 1: runs, 2: has left
@@ -50,13 +58,16 @@ public:
         tokens_most = std::max<int>(tokens_most, w.shape.tokens);
         blocks_most =
             std::max<int>(blocks_most, w.blocks() + w.shape.shared_blocks());
+        for (int b = 0; b < w.blocks(); ++b)
+          buffers_most = std::max(buffers_most, w.buffer(b) + 1);
       }
     }
     slots = s.most * s.choices;
     grid = 10 + 4 * s.ranks + 2 * slots;
-    first_block = grid + 2 + 2 * (s.local + 1) + tokens_most;
-    rank_words =
-        first_block + blocks_most * words<Block>() + s.ctas * words<Cta>();
+    first_block = grid + 3 + 2 * (s.local + 1) + (s.local + 1) + tokens_most;
+    first_cta = first_block + blocks_most * words<Block>() +
+                buffers_most * words<Buffer>();
+    rank_words = first_cta + s.ctas * words<Cta>();
     state.assign(static_cast<size_t>(rank_words) * s.ranks, 0);
     for (int r = 0; r < s.ranks; ++r)
       if (s.order[r].empty())
@@ -105,8 +116,8 @@ protected:
   std::vector<uint32_t> epochs;         // [calls + 1]
   std::vector<std::vector<Work>> works; // [P][calls of the rank]
   std::vector<Word> sorted;
-  int tokens_most = 0, blocks_most = 0, slots = 0, grid = 0, first_block = 0,
-      rank_words = 0;
+  int tokens_most = 0, blocks_most = 0, buffers_most = 0, slots = 0, grid = 0,
+      first_block = 0, first_cta = 0, rank_words = 0;
 
   template <class T> static constexpr int words() {
     return sizeof(T) / sizeof(Word);
@@ -149,17 +160,24 @@ protected:
   Word &arrived(int r, int slot) { return of(r)[grid - slots + slot]; }
   Word &tickets(int r) { return of(r)[grid]; }
   Word &move_tickets(int r) { return of(r)[grid + 1]; }
-  Word &expert_done(int r, int e) { return of(r)[grid + 2 + e]; }
-  Word &expert_rows(int r, int e) { return of(r)[grid + 3 + s.local + e]; }
+  Word &movers(int r) { return of(r)[grid + 2]; }
+  Word &expert_done(int r, int e) { return of(r)[grid + 3 + e]; }
+  Word &expert_rows(int r, int e) { return of(r)[grid + 4 + s.local + e]; }
+  Word &lap_done(int r, int lap) { return of(r)[grid + 5 + 2 * s.local + lap]; }
   Word &combined(int r, int token) {
     return of(r)[first_block - tokens_most + token];
   }
   Block &block(int r, int b) {
     return reinterpret_cast<Block *>(of(r) + first_block)[b];
   }
+  Word &owner(int r, Part part, int b) { // of a block's rows in the buffers
+    return reinterpret_cast<Buffer *>(of(r) + first_block +
+                                      blocks_most *
+                                          words<Block>())[work(r).buffer(b)]
+        .owner[part];
+  }
   Cta &cta(int r, int c) {
-    return reinterpret_cast<Cta *>(of(r) + first_block +
-                                   blocks_most * words<Block>())[c];
+    return reinterpret_cast<Cta *>(of(r) + first_cta)[c];
   }
 
   const Work &work(int r) { return works[r][call(r)]; }
@@ -188,6 +206,39 @@ protected:
   void read(Word cell, int r, const char *text) {
     if (cell != now(r))
       wrong(text, r);
+  }
+
+  // ---- rows in the buffers; b: their block in the schedule
+
+  void write_rows(int r, Part part, int b) {
+    owner(r, part, b) = b + 1;
+    if (!what(r).backward && (part == kRows0 || part == kMade1)) // one buffer
+      owner(r, part == kRows0 ? kMade1 : kRows0, b) = 0;
+  }
+  void
+  read_rows(int r, Part part, int b,
+            const char *text = "others' rows lie where a block's are read") {
+    if (owner(r, part, b) != b + 1)
+      wrong(text, r);
+  }
+
+  // What a lap counts until its last readers are done.
+  int lap_steps(const Work &w, int lap) const {
+    const int all = w.laps[lap].steps,
+              groups = (w.laps[lap + 1].row - w.laps[lap].row) / mok::kPushRows;
+    int second = 0; // rows
+    for (int e = 0; e < w.laps[1].expert && lap == 0; ++e)
+      second += mok::second_is_read(w.shape) ? 0 : w.count[e];
+    switch (s.seed) {
+    case kNoHomeRows:
+      return all - groups;
+    case kNoSecondRows:
+      return all - second;
+    case kNoWeightTiles:
+      return groups + second;
+    default:
+      return all;
+    }
   }
 };
 

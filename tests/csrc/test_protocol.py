@@ -9,6 +9,7 @@ import enum
 import pathlib
 import re
 import secrets
+from dataclasses import replace
 
 import pytest
 
@@ -53,11 +54,12 @@ def test_drawn_orders_of_large_problems(protocol: Protocol) -> None:
 
 BLOCKED = "all are blocked"
 LATE = "waits out its own limit"
+OTHERS = "others' rows"
 SEEDS = {
-    "kNoStartWait": "not this call's",
+    "kNoStartWait": "(not this|another) call's",
     "kDroppedStart": BLOCKED,
     "kEarlyStart": "a start that is not this call's",
-    "kOneGeneration": f"not this call's|{BLOCKED}",
+    "kOneGeneration": f"(not this|another) call's|{BLOCKED}",
     "kWrongGeneration": BLOCKED,
     "kAnyArrival": "a row that is not home",
     "kDroppedArrival": BLOCKED,
@@ -80,7 +82,18 @@ SEEDS = {
     "kNoDeadline": BLOCKED,
     "kAbortNotTold": LATE,
     "kAbortNotPolled": LATE,
+    "kNoLapWait": OTHERS,
+    "kNoWeightTiles": OTHERS,
+    "kNoHomeRows": OTHERS,
+    "kNoSecondRows": "brought over others'",
+    "kStay": OTHERS,
+    "kOwnLapDone": BLOCKED,
+    "kOneSource": "rows that are not there",
+    "kNoAgain": "what is not made again",
+    "kFirstPass": BLOCKED,
 }
+# Of two CTAs, in few of their orders: all of a small problem are visited instead.
+RARE = {"kNoSecondRows": "laps-of-frozen-weights"}
 
 
 def test_every_planted_fault_has_a_row() -> None:
@@ -90,7 +103,10 @@ def test_every_planted_fault_has_a_row() -> None:
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_planted_fault_is_seen(protocol: Protocol, name: str) -> None:
-    _, _, fault = protocol.wander(1, PER_SEED, seed=Seed[name])
+    if name in RARE:
+        fault = protocol.explore(replace(SMALL[RARE[name]], seed=Seed[name])).fault
+    else:
+        _, _, fault = protocol.wander(1, PER_SEED, seed=Seed[name])
     assert re.search(SEEDS[name], fault), fault
 
 
