@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   if (refused) report(group, a.record, found);
 }
 
-__global__ void __launch_bounds__(kRouteThreads)
+__global__ void __launch_bounds__(kRouteThreads, 8)
     route_view(const __grid_constant__ ViewArguments a) {
   extern __shared__ int32_t words[];
   __shared__ bool admitted;

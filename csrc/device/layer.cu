@@ -15,7 +15,7 @@
 namespace mok {
 namespace {
 
-__global__ void __launch_bounds__(kRouteThreads)
+__global__ void __launch_bounds__(kRouteThreads, 8)
     route_count(const __grid_constant__ RouteArguments a) {
   extern __shared__ int32_t words[];
   const int warp = threadIdx.x / 32, chunk = blockIdx.x * kRouteWarps + warp;
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kPrefixColumns* kPrefixSegments)
   prefix_columns(a, blockIdx.x * kPrefixColumns, sums);
 }
 
-__global__ void __launch_bounds__(kRouteThreads)
+__global__ void __launch_bounds__(kRouteThreads, 8)
     route_place(const __grid_constant__ RouteArguments a) {
   extern __shared__ int32_t words[];
   const int warp = threadIdx.x / 32, columns = a.experts + 1;

@@ -28,22 +28,21 @@ constexpr int kRouteWarps = 4;
 constexpr int kRouteThreads = 32 * kRouteWarps;
 constexpr int kPrefixColumns = 32, kPrefixSegments = 32;  // of a CTA of `prefix`
 
-// The first rule that a slot which is not empty breaks.
-__device__ __forceinline__ RouteFaultKind broken_rule(const RouteArguments& a, int slot) {
-  const int expert = a.expert_TK[slot];
+// The first rule that a slot which is not empty breaks, by its expert and probability.
+__device__ __forceinline__ RouteFaultKind broken_rule(const RouteArguments& a, int slot, int expert,
+                                                      float prob) {
   if (expert < 0 || expert >= a.experts) return RouteFaultKind::kIdOutOfRange;
   for (int other = slot - slot % a.choices; other < slot; ++other) {
     if (a.expert_TK[other] == expert) return RouteFaultKind::kDuplicate;
   }
-  const float prob = a.prob_TK[slot];
   return prob - prob == 0.0f ? RouteFaultKind::kNone : RouteFaultKind::kNotFinite;
 }
 
 // The slot's expert, -1 when it is empty, E when it breaks a rule.
-__device__ __forceinline__ int column_of(const RouteArguments& a, int slot) {
-  const int expert = a.expert_TK[slot];
+__device__ __forceinline__ int column_of(const RouteArguments& a, int slot, int expert,
+                                         float prob) {
   if (expert == -1) return -1;
-  return broken_rule(a, slot) == RouteFaultKind::kNone ? expert : a.experts;
+  return broken_rule(a, slot, expert, prob) == RouteFaultKind::kNone ? expert : a.experts;
 }
 
 // One warp takes its chunk's slots in order: take(slot, column, n) where n is next[column], which
@@ -53,10 +52,16 @@ __device__ __forceinline__ void visit(const RouteArguments& a, int chunk, int32_
                                       Take take) {
   const int lane = threadIdx.x % 32, slots = a.tokens * a.choices;
   int column[kChunk / 32];
+  float prob[kChunk / 32];
+#pragma unroll
+  for (int i = 0; i < kChunk / 32; ++i) {  // all at once: memory is waited for a single time
+    const int slot = chunk * kChunk + i * 32 + lane;
+    column[i] = slot < slots ? a.expert_TK[slot] : -1;
+    prob[i] = slot < slots ? a.prob_TK[slot] : 0.0f;
+  }
 #pragma unroll
   for (int i = 0; i < kChunk / 32; ++i) {
-    const int slot = chunk * kChunk + i * 32 + lane;
-    column[i] = slot < slots ? column_of(a, slot) : -1;
+    column[i] = column_of(a, chunk * kChunk + i * 32 + lane, column[i], prob[i]);
   }
 #pragma unroll
   for (int i = 0; i < kChunk / 32; ++i) {
@@ -140,7 +145,7 @@ __device__ __forceinline__ void report(const RouteArguments& a, int slot) {
   record->prob = a.prob_TK[slot];
   record->rank_tokens = a.rank_tokens;
   __threadfence_system();
-  record->kind = static_cast<int32_t>(broken_rule(a, slot));
+  record->kind = static_cast<int32_t>(broken_rule(a, slot, a.expert_TK[slot], a.prob_TK[slot]));
 }
 
 // One warp: the sum of its lanes' values, in shared or global memory.
