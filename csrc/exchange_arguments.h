@@ -22,6 +22,7 @@ struct Peers {
 // What gather and route found wrong with a call of several ranks, on every rank the same; or what
 // the end of a grid found on this one, of several or not. Written like RouteFault.
 enum class ExchangeFaultKind : int32_t {
+  kAbsent = -1,  // a rank has not come: in check.h's record, not in this one
   kNone = 0,
   kLayer = 1,  // 1 to 5: rank's `value` is not most ranks', `wanted`
   kDirection = 2,

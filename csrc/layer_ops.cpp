@@ -402,6 +402,12 @@ std::vector<int64_t> take_exchange_fault() {
 
 // What stopped a launch, at any time and from any thread: tag (0: nothing), CTA, thread, value,
 // expected, as in check.h.
+// Where the host may look whether a wait was in vain: int32, not 0.
+int64_t stopped_address() {
+  fault_of_choices();  // both records, or an error
+  return reinterpret_cast<int64_t>(&mok::fault_record()->tag);
+}
+
 std::vector<int64_t> stopped() {
   mok::Fault* const fault = mok::fault_record();
   if (fault == nullptr) return {0, 0, 0, 0, 0};
@@ -433,6 +439,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(mok_megatron, m) {
   m.def("exchange_fault_address() -> int");
   m.def("take_exchange_fault() -> int[]");
   m.def("stopped() -> int[]");
+  m.def("stopped_address() -> int");
   m.def("check_stopped() -> ()");
 }
 
@@ -449,5 +456,6 @@ STABLE_TORCH_LIBRARY_IMPL(mok_megatron, CompositeExplicitAutograd, m) {
   m.impl("exchange_fault_address", TORCH_BOX(&exchange_fault_address));
   m.impl("take_exchange_fault", TORCH_BOX(&take_exchange_fault));
   m.impl("stopped", TORCH_BOX(&stopped));
+  m.impl("stopped_address", TORCH_BOX(&stopped_address));
   m.impl("check_stopped", TORCH_BOX(&check_fault));
 }

@@ -162,23 +162,30 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
     gather(const __grid_constant__ GatherArguments a) {
   __shared__ Start start[kMaxRanks];
   __shared__ ExchangeFault found;
+  __shared__ bool absent;
   const Peers& group = a.peers;
   const uint32_t epoch = part<Control>(group, group.rank, group.at.control)->epoch;
   const uint32_t g = epoch % kGenerations;
   const uint64_t began = global_nanoseconds();
+  if (threadIdx.x == 0) absent = false;
+  __syncthreads();
   if (threadIdx.x < group.ranks) {  // thread p waits for rank p
-    start[threadIdx.x] =
-        await_start(group,
-                    part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x,
-                    epoch,
-                    a.patience_ns,
-                    a.fault);
+    const bool came = await_start(group,
+                                  part<Start>(group, group.rank, group.at.start[g]) + threadIdx.x,
+                                  epoch,
+                                  a.patience_ns,
+                                  a.fault,
+                                  start[threadIdx.x]);
+    if (!came) absent = true;
   }
   __syncthreads();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     add_wait(group, kWaitStart, global_nanoseconds() - began);
   }
-  if (threadIdx.x == 0) found = judge(start, group.ranks, a.limit);
+  if (threadIdx.x == 0) {
+    found = absent ? ExchangeFault{static_cast<int32_t>(ExchangeFaultKind::kAbsent), 0, 0, 0, 0}
+                   : judge(start, group.ranks, a.limit);
+  }
   __syncthreads();
   const bool refused = found.kind != 0;
   if (a.expert != nullptr) bring_choices(a, start, g, refused);
@@ -187,7 +194,7 @@ __global__ void __launch_bounds__(kGatherThreads, 1)
   if (threadIdx.x != 0) return;
   if (a.epoch != nullptr) *a.epoch = epoch;
   if (a.refused != nullptr) *a.refused = found.kind;
-  if (refused) report(group, a.record, found);
+  if (refused && !absent) report(group, a.record, found);
 }
 
 __global__ void __launch_bounds__(kRouteThreads, 8)

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     for (int i = threadIdx.x - 32; i < at.lap_count; i += kPlanThreads - 32) words[i] = 0;
     return;
   }
-  __shared__ Lap laps[kMostLaps + 1];
+  __shared__ Lap laps[kLapEntries];
   const int count = __shfl_sync(~0u, lane == 0 ? find_laps(shape, laps) : 0, 0);
   __syncwarp();
   for (int lap = lane; lap <= count; lap += 32) {

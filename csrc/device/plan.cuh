@@ -71,7 +71,7 @@ MOK_HOST_DEVICE int64_t most_segments(int64_t experts, int64_t laps) {
   return (kMaxPasses + 1) * experts + kMaxPasses + 1 + laps;
 }
 
-constexpr int kMostLaps = 255;  // a tile counts them in a byte
+constexpr int kLapEntries = 256;  // one more than the laps that a byte of a tile can name
 
 struct alignas(16) Lap {
   int32_t expert;   // its first; the last lap is followed by one of the experts' number

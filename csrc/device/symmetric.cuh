@@ -35,15 +35,23 @@ __device__ __forceinline__ void call_abort(const Peers& group, Tag tag, uint32_t
   fence_system();
 }
 
-// fail, with the epoch that did not come. It is written first: whoever waits, waits for the same.
-// Others give the first thread the time to tell.
+// A wait for another rank was in vain, or another has called abort: written down once in a process,
+// with the epoch that did not come, and told to all. Whether it was the first.
+__device__ __forceinline__ bool give_up(const Peers& group, Fault* fault, Tag tag, uint32_t seen,
+                                        uint32_t epoch) {
+  if (fault != nullptr && *static_cast<volatile uint32_t*>(&fault->tag) == 0) {
+    fault->expected = epoch;  // before the tag: whoever waits now, waits for the same
+  }
+  __threadfence_system();
+  const bool first = write_record(fault, tag, seen);
+  if (first) call_abort(group, tag, seen);
+  return first;
+}
+
+// And ends the grid; the first thread has the time to tell.
 [[noreturn]] __device__ __forceinline__ void fail_awaiting(const Peers& group, Fault* fault,
                                                            Tag tag, uint32_t seen, uint32_t epoch) {
-  if (fault != nullptr) fault->expected = epoch;
-  __threadfence_system();
-  if (write_record(fault, tag, seen)) {
-    call_abort(group, tag, seen);
-  } else {
+  if (!give_up(group, fault, tag, seen, epoch)) {
     const Stopwatch watch;
     while (!watch.passes(kTellNanoseconds)) {
     }
@@ -74,27 +82,28 @@ __device__ __forceinline__ void send_start(Start* to, const Start& start) {
 }
 
 // An entry is not written again before this call has ended here, so its epoch cannot be passed
-// over.
-// The other rank may be held up for as long as the host allows: patience_ns.
-__device__ __forceinline__ Start await_start(const Peers& group, const Start* from, uint32_t epoch,
-                                             int64_t patience_ns, Fault* fault) {
+// over. The other rank may be held up for as long as the host allows: patience_ns. False: it is
+// given up.
+__device__ __forceinline__ bool await_start(const Peers& group, const Start* from, uint32_t epoch,
+                                            int64_t patience_ns, Fault* fault, Start& start) {
   const auto* const words = reinterpret_cast<const uint32_t*>(from);
   const Stopwatch watch;
   for (;;) {
     const uint32_t seen = load_acquire_system(words);
     if (seen == epoch) break;
-    if (const uint32_t abort = abort_of(group))
-      fail_awaiting(group, fault, Tag::kAborted, abort, epoch);
-    if (watch.passes(patience_ns)) fail_awaiting(group, fault, Tag::kStart, seen, epoch);
+    const uint32_t abort = abort_of(group);
+    if (abort == 0 && !watch.passes(patience_ns)) continue;
+    give_up(
+        group, fault, abort != 0 ? Tag::kAborted : Tag::kStart, abort != 0 ? abort : seen, epoch);
+    return false;
   }
   constexpr int kWords = sizeof(Start) / sizeof(int32_t);
-  Start start;
   auto* const to = reinterpret_cast<int32_t*>(&start);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     to[i] = load_written(reinterpret_cast<const int32_t*>(words) + i);
   }
-  return start;
+  return true;
 }
 
 // ---- arrival: a row is home

@@ -7,11 +7,13 @@ for the current stream, which Megatron's reading of the gradient norm has done j
 parameter changes after a fault on this rank. On other ranks the gradient norm is NaN then, which
 Megatron's --check-for-nan-in-loss-and-grad (its default) stops.
 
-A wait of the device that ends by its deadline stops the launch: the context is dead, and torch
-raises at whatever it does next. If it was for another rank, that of every rank which waits for one
-stops too, told by the first, whose number and reason it gets (csrc/device/symmetric.cuh). The
-record (check.h's) outlives that, and a thread of the host, which looks at it once a second, writes
-down who was waited for, in which call.
+A wait of the device that ends by its deadline is written down for good (check.h's record), and no
+call is made after it. If it was for the start of another rank's call, the own call is refused: its
+results are NaN, and the CUDA context lives on. Any other stops the launch: the context is dead, and
+torch raises at whatever it does next. If it was for another rank, every rank that waits for one
+gives up too, told by the first, whose number and reason it gets (csrc/device/symmetric.cuh). A
+thread of the host, which looks at the record once a second, writes down who was waited for, in
+which call.
 """
 
 from __future__ import annotations
@@ -57,16 +59,17 @@ _NO_ROOM = re.compile(r"no room for (\d+) bytes")  # in csrc/tensor_checks.h
 
 
 class Found:
-    """Whether the device has found a fault, by a look at two words in pinned memory."""
+    """Whether the device has found a fault, by a look at three words in pinned memory."""
 
     def __init__(self) -> None:
         ops = torch.ops.mok_megatron
         self._route = ctypes.c_int32.from_address(ops.route_fault_address())
         self._exchange = ctypes.c_int32.from_address(ops.exchange_fault_address())
+        self._stopped = ctypes.c_int32.from_address(ops.stopped_address())
 
     @property
     def value(self) -> bool:
-        return bool(self._route.value or self._exchange.value)
+        return bool(self._route.value or self._exchange.value or self._stopped.value)
 
 
 @cache
@@ -93,7 +96,8 @@ def record() -> Found:
 
 def raise_found() -> None:
     """Raises RuntimeError for the first fault of the choices, or of a call of several ranks, if
-    there is one, and forgets it; written down as found in the call made last."""
+    there is one, and forgets it; written down as found in the call made last. Else for a wait that
+    was in vain, every time."""
     error = None
     if (words := torch.ops.mok_megatron.take_route_fault())[0]:
         kind, most = "probability" if words[0] == _NOT_FINITE else "choice", words[-1]
@@ -103,6 +107,8 @@ def raise_found() -> None:
         kind = kinds.get(words[0], "desync")
         error = _fault(describe_call(words), kind, words[1])
     if error is None:
+        if look_for_stopped():  # and stays so
+            torch.ops.mok_megatron.check_stopped()
         return
     if (last := calls.latest()) is not None:
         last.phase = "an earlier call"

@@ -127,7 +127,9 @@ class Ranks:
         return error
 
     def _refuse(self) -> None:
-        if self.several and not torch.cuda.is_current_stream_capturing():
+        if not self.several or torch.cuda.is_current_stream_capturing():
+            return
+        if not faults.stopped()[0]:  # or all have been told
             direction = _DIRECTIONS[self.calls.now.direction]
             torch.ops.mok_megatron.refuse(
                 *self._numbers(), direction, self.shape.top_k, self.shape.hidden

@@ -185,7 +185,7 @@ def _stopped(rank: int, world: int, folder: str) -> None:
     peers.gather(group, [0])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    _forward(backend, mine)  # torch's words: the launch has failed
+    _forward(backend, mine)  # refused, in the end
     while not records.read(Path(folder))[0]:
         time.sleep(0.1)
     os.kill(calls.place_of(group).processes[1][1], signal.SIGKILL)

@@ -8,7 +8,7 @@ import secrets
 import pytest
 import torch
 
-from tests.csrc.emulated_layer import Layer, drawn, found_by_the_kernels, trouble
+from tests.csrc.emulated_layer import EPOCH, Layer, drawn, found_by_the_kernels, trouble
 from tests.csrc.emulation import FAULTS, LOST, build, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, found none")
@@ -149,7 +149,7 @@ def test_a_schedule_that_has_changed_since_forward_is_found(
         assert it.ranks[0].buffers[result].isnan().all()
 
 
-START, COMBINE_HOME = 18, 19  # Tag in csrc/check.h
+START, COMBINE_HOME, ABORTED = 18, 19, 24  # Tag in csrc/check.h
 
 
 def told(it: Layer) -> list[tuple[int, int, int]]:
@@ -158,19 +158,30 @@ def told(it: Layer) -> list[tuple[int, int, int]]:
     return [(word >> 24, word >> 12 & 0xFFF, word & 0xFFF) for word in words]
 
 
-def test_a_rank_that_has_waited_for_another_in_vain_stops_all(kernels: ctypes.CDLL) -> None:
-    """The first whose limit passes tells all; then nobody waits as long, in later calls either."""
-    it = of(4)
-    why = it.run(kernels, "forward", absent=2)
-    assert "gather waited for the start of the call" in why
+def test_a_rank_that_does_not_come_is_given_up_by_all(kernels: ctypes.CDLL) -> None:
+    """The first whose limit passes tells all; then nobody waits as long, in later calls either.
+    Grids end, with NaN, and no gradient has changed."""
+    it, words = of(4), (ctypes.c_int64 * 4)()
+    assert it.run(kernels, "forward", absent=2) == ""
+    kernels.stopped(words)
+    assert tuple(words) == (START, 2, 0, EPOCH + 1 & 0xFFFFFFFF)
     tag, caller, thread = told(it)[0]
     assert (tag, thread) == (START, 2)
     assert caller in (0, 1, 3)
     assert told(it) == [(tag, caller, thread)] * 4
-    for order in range(3):
+    for order, direction in enumerate(("forward", "backward", "forward")):
         it.order = order
-        assert "another rank has called abort" in it.run(kernels, "forward", absent=2)
+        assert it.run(kernels, direction, absent=2) == ""
+        kernels.stopped(words)
+        assert words[0] == ABORTED
         assert told(it) == [(tag, caller, thread)] * 4  # who passes it on changes nothing
+    assert found_by_the_kernels(kernels) == ()  # that is another record
+    for rank in (0, 1, 3):
+        for name in ("y", "dx", "d_prob_TK"):
+            assert it.ranks[rank].buffers[name].isnan().all(), name
+    experts = len(it.w1) - 1
+    for i, (gradient, before) in enumerate(zip(it.gradients(), it.before, strict=True)):
+        assert i % (experts + 1) == experts or torch.equal(gradient, before)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

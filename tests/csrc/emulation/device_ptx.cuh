@@ -10,7 +10,13 @@
 
 namespace mok {
 
-inline bool write_record(Fault*, Tag, uint32_t) { return true; }  // the first to stop, alone does
+inline bool write_record(Fault* fault, Tag tag, uint32_t value) {
+  if (fault->tag != 0) return false;
+  fault->tag = static_cast<uint32_t>(tag);
+  fault->thread = threadIdx.x;
+  fault->value = value;
+  return true;
+}
 [[noreturn]] inline void fail(Fault*, Tag tag, uint32_t value) {
   emulated::stop(std::string(describe(tag)) + ", saw " + std::to_string(value));
 }

@@ -214,6 +214,7 @@ const char* run(int64_t ranks, const Sizes* const* sizes, const Buffers* const* 
   emulated::machine = std::make_unique<emulated::Machine>();
   emulated::machine->draw.seed(static_cast<uint64_t>(seed));
   emulated::machine->started_ctas = static_cast<int>(started);
+  *mok::fault_record() = {};
   try {
     for (int64_t rank = 0; rank < ranks; ++rank) call(*sizes[rank], *buffers[rank]);
     emulated::run();
@@ -238,6 +239,14 @@ void exchange_fault(int64_t (&found)[4]) {
   found[2] = fault.value;
   found[3] = fault.wanted;
   fault = {};
+}
+// tag, thread, value and expected of check.h's record, which all ranks share, since the last run began.
+void stopped(int64_t (&found)[4]) {
+  const mok::Fault& fault = *mok::fault_record();
+  found[0] = fault.tag;
+  found[1] = fault.thread;
+  found[2] = fault.value;
+  found[3] = fault.expected;
 }
 int64_t encoded_maps() { return encoded; }
 int64_t switches() { return emulated::machine->switches; }
