@@ -14,8 +14,6 @@ __device__ __forceinline__ T* part(const Peers& group, int rank, int64_t offset)
 
 // ---- abort: a rank has stopped while it waited for another
 
-constexpr int64_t kTellNanoseconds = 1'000'000;
-
 // What the rank has been told, or 0. Looked at after each failed poll of a wait for another rank,
 // so that no rank waits out a limit of its own when one has found that a third does not come. All
 // other waits end without another rank (workspace.h, (6)). One of those that takes too long all the
@@ -36,27 +34,14 @@ __device__ __forceinline__ void call_abort(const Peers& group, Tag tag, uint32_t
 }
 
 // A wait for another rank was in vain, or another has called abort: written down once in a process,
-// with the epoch that did not come, and told to all. Whether it was the first.
-__device__ __forceinline__ bool give_up(const Peers& group, Fault* fault, Tag tag, uint32_t seen,
+// with the epoch that did not come, and told to all, so that nobody waits any more.
+__device__ __forceinline__ void give_up(const Peers& group, Fault* fault, Tag tag, uint32_t seen,
                                         uint32_t epoch) {
   if (fault != nullptr && *static_cast<volatile uint32_t*>(&fault->tag) == 0) {
     fault->expected = epoch;  // before the tag: whoever waits now, waits for the same
   }
   __threadfence_system();
-  const bool first = write_record(fault, tag, seen);
-  if (first) call_abort(group, tag, seen);
-  return first;
-}
-
-// And ends the grid; the first thread has the time to tell.
-[[noreturn]] __device__ __forceinline__ void fail_awaiting(const Peers& group, Fault* fault,
-                                                           Tag tag, uint32_t seen, uint32_t epoch) {
-  if (!give_up(group, fault, tag, seen, epoch)) {
-    const Stopwatch watch;
-    while (!watch.passes(kTellNanoseconds)) {
-    }
-  }
-  fail(fault, tag, seen);
+  if (write_record(fault, tag, seen)) call_abort(group, tag, seen);
 }
 
 // One of many that add up.
@@ -115,19 +100,19 @@ __device__ __forceinline__ void send_arrival(Arrival* to, uint32_t epoch, float 
   store_relaxed_system(reinterpret_cast<uint64_t*>(to), both);
 }
 
-// The gradient of the probability that came with it.
-__device__ __forceinline__ float await_arrival(const Peers& group, const Arrival* from,
-                                               uint32_t epoch, Fault* fault) {
+// Until a row is home, or its rank is given up.
+__device__ __forceinline__ void await_arrival(const Peers& group, const Arrival* from,
+                                              uint32_t epoch, Fault* fault) {
   const auto* const word = reinterpret_cast<const uint64_t*>(from);
   const Stopwatch watch;
   for (;;) {
-    const uint64_t both = load_acquire_system(word);
-    const auto seen = static_cast<uint32_t>(both);
-    if (seen == epoch) return __uint_as_float(static_cast<uint32_t>(both >> 32));
-    if (const uint32_t abort = abort_of(group))
-      fail_awaiting(group, fault, Tag::kAborted, abort, epoch);
-    if (watch.passes(wait_limit.other_ns))
-      fail_awaiting(group, fault, Tag::kCombineHome, seen, epoch);
+    const auto seen = static_cast<uint32_t>(load_acquire_system(word));
+    if (seen == epoch) return;
+    const uint32_t abort = abort_of(group);
+    if (abort == 0 && !watch.passes(wait_limit.other_ns)) continue;
+    const bool told = abort != 0;
+    return give_up(
+        group, fault, told ? Tag::kAborted : Tag::kCombineHome, told ? abort : seen, epoch);
   }
 }
 

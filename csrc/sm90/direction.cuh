@@ -503,7 +503,9 @@ struct Direction {
       }
     }
     if (!leave(p.census.counted, storage.counted, lane)) return;
-    if (*c.faulty != 0 || conserved(p.census, p.exchange.peers, lane)) return;
+    if (*c.faulty != 0) return;
+    const bool given_up = RANKS && abort_of(p.exchange.peers) != 0;
+    if (conserved(p.census, p.exchange.peers, lane) && !given_up) return;
     for (int token = 0; token < c.tokens; ++token) spoil_token(c, token, lane);
   }
 

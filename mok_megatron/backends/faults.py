@@ -8,12 +8,11 @@ parameter changes after a fault on this rank. On other ranks the gradient norm i
 Megatron's --check-for-nan-in-loss-and-grad (its default) stops.
 
 A wait of the device that ends by its deadline is written down for good (check.h's record), and no
-call is made after it. If it was for the start of another rank's call, the own call is refused: its
-results are NaN, and the CUDA context lives on. Any other stops the launch: the context is dead, and
-torch raises at whatever it does next. If it was for another rank, every rank that waits for one
-gives up too, told by the first, whose number and reason it gets (csrc/device/symmetric.cuh). A
-thread of the host, which looks at the record once a second, writes down who was waited for, in
-which call.
+call is made after it. If it was for another rank, nobody in this process waits for one any more,
+nor do the others, who are told, with the first's number and reason (csrc/device/symmetric.cuh):
+grids end, their results are NaN, and the CUDA context lives on. Any other stops the launch: the
+context is dead, and torch raises at whatever it does next. A thread of the host, which looks at the
+record once a second, writes down who was waited for, in which call.
 """
 
 from __future__ import annotations
