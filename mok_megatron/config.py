@@ -47,7 +47,7 @@ class MokConfig:
     workspace; None: `mok_megatron.limits.max_tokens` finds it.
     row_budget: rows that a rank's buffers hold there at once, as a multiple of its share of a
     balanced routing; see `mok_megatron.limits.row_capacity`.
-    deadline: seconds that a call waits there for another rank before it ends the process.
+    deadline: seconds that a call waits there for another rank before it ends with an error.
     movers: CTAs of a call that move rows beside their matrix work there; 0: all.
     ahead: experts whose first product the cuda backend computes before the first expert's second;
     0: chosen for the shape. Neither changes a bit of any result.
