@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kPublishThreads)
   const Peers& group = a.peers;
   Control* const control = part<Control>(group, group.rank, group.at.control);
   const uint32_t epoch = next_epoch(control->epoch), g = epoch % kGenerations;
-  if (a.start.tokens <= a.limit) {
+  // Who has given a rank up waits for nobody, and must not write where that one may still read.
+  if (a.start.tokens <= a.limit && abort_of(group) == 0) {
     const int64_t slots = static_cast<int64_t>(a.start.tokens) * a.choices;
     const int64_t pieces = static_cast<int64_t>(a.start.tokens) * (a.hidden / 8);
     copy(a.x, part<void>(group, group.rank, group.at.x[g]), pieces);
