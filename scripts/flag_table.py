@@ -5,9 +5,9 @@
 
 A row is one of tests/config_rows.py, where Megatron and the rules of mok_megatron/config.py accept
 or refuse it; refusals by the same rule are one row. Listed by hand is only which runs back a row:
-`works` has one that was compared with alltoall, `accepted` is known to be a valid configuration
-that changes nothing behind the router. A flag is what Megatron's own parser calls a field; a field
-without one has its own name.
+`works` has one that was compared with alltoall (a graph with mok's eager run), `accepted` is known
+to be a valid configuration that changes nothing behind the router. A flag is what Megatron's own
+parser calls a field; a field without one has its own name.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _cases() -> Any:
     return importlib.import_module("tests.config_rows")
 
 
-# Tests that compare a run with alltoall; those with {} have an id for each case, those of a
-# *_cuda.py need a GPU.
+# Tests that compare a run with alltoall, `graph` with an eager run that `launch` compares so; those
+# with {} have an id for each case, those of a *_cuda.py need a GPU.
 COMPARED = {
     "layer": "tests/test_layer.py::test_fp32_has_alltoalls_bytes[ep2]",
     "training": "tests/test_training.py::test_training_equals_alltoall_ep2",
@@ -47,6 +47,7 @@ COMPARED = {
     "launch": (
         "tests/test_launches_cuda.py::test_an_unmodified_launch_trains_saves_and_resumes[{}]"
     ),
+    "graph": "tests/test_launches_cuda.py::test_a_graph_of_iterations_prints_the_eager_digits",
 }
 # Row of config_rows.WORKS -> the runs that have it: a key of COMPARED and a case there.
 RUNS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -94,6 +95,7 @@ RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "grouped-gemm-experts": (("engine", "deepseek-v3"), ("launch", "qwen3")),
     "bf16": (("training", "bf16"),),
+    "iteration-graph": (("graph", ""),),
 }
 # What is no field of a TransformerConfig: flags -> the runs that have them.
 OF_TRAINING: dict[str, tuple[tuple[str, str], ...]] = {
@@ -108,6 +110,7 @@ OF_TRAINING: dict[str, tuple[tuple[str, str], ...]] = {
         ("launch", "deepseek-v3"),
     ),
     "--moe-permute-fusion": (("launch", "qwen3"),),
+    "--moe-single-grouped-weight": (("engine", "qwen3-single-weight"),),
     "--clip-grad 0.05": (("gradients", "clipped"),),
     "--pipeline-model-parallel-size 2": (("parallelism", "pp2"),),
     "--num-virtual-stages-per-pipeline-rank 2": (("parallelism", "pp2-interleaved"),),

@@ -266,5 +266,5 @@ def test_training_equals_alltoall(name: str, trained: dict[int, Any]) -> None:
             assert loss == pytest.approx(want_loss, rel=5e-3)
             assert norm == pytest.approx(want_norm, rel=5e-2)
         assert min(loss for loss, _ in mok[1:]) < mok[0][0]
-        # On a CPU the largest are 0.01; of tokens sent elsewhere it would be 0.1 and more.
+        # The largest are 0.01, on an H200 0.021; of tokens sent elsewhere it would be 0.1 and more.
         assert errors[-1][0] < 0.05, errors[-5:]
