@@ -1,5 +1,5 @@
 """Builds of the CUDA library that scripts need and no training does: with a throttled wire
-(bench_wire.py), or in which every lane of a warp arrives (sanitize.py)."""
+(bench_wire.py), or for compute-sanitizer (sanitize.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run small cases of every kernel under the four tools of compute-sanitizer, all at once.
 
     python scripts/sanitize.py [--record scripts/results/sanitizers.jsonl] [--seed S]
-    python scripts/sanitize.py --build      the library of racecheck: nvcc, no GPU
+    python scripts/sanitize.py --build      the library of racecheck and initcheck: nvcc, no GPU
     python scripts/sanitize.py --tools racecheck --sanitizer /opt/sanitizer/compute-sanitizer
 
 Cases, the same for each tool: layouts of every grouped product, layers forward and backward (the
@@ -13,10 +13,11 @@ Products and layers run without torch's cache of memory, so that a tensor is an 
 ends and first use a tool sees. Virtual ranks cannot: freeing would wait for ranks that wait.
 initcheck sees all kernels, torch's too, since what it does not see written is unwritten to it; the
 others see ours. racecheck and synccheck are told how many barriers a CTA has: they cannot count
-those of an array. racecheck has a build of its own: it follows no order from one lane to another by
-__syncwarp and on by that one's arrival at an mbarrier, so there every lane arrives. A tool older
-than 2026 takes some orders by mbarrier for races, and what cp.async.bulk has written for unwritten
-(its release notes).
+those of an array. racecheck and initcheck have a build of their own (MOK_SANITIZED). racecheck
+follows no order from one lane to another by __syncwarp and on by that one's arrival at an mbarrier,
+so there every lane arrives; initcheck does not see what a tensor map stores, so there rows leave by
+ordinary stores. A tool older than 2026 takes some orders by mbarrier for races, and what
+cp.async.bulk has written for unwritten (its release notes).
 
 Exit codes: 0 no report and all cases passed, 1 otherwise, 2 wrong input.
 """
@@ -53,7 +54,8 @@ FLAGS = {
     "synccheck": (*OURS, "--num-cuda-barriers", BARRIERS),
 }
 KINDS = ("products", "layers", "groups")  # of cases
-LIBRARY = ROOT / "build" / "races" / "_C.abi3.so"  # of racecheck
+LIBRARY = ROOT / "build" / "sanitized" / "_C.abi3.so"
+SANITIZED = ("racecheck", "initcheck")  # tools that run it
 MOST_KINDS = 12  # of a tool's reports, in table and record
 _SUMMARY = re.compile(
     r"^=+ (?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)", re.M
@@ -124,7 +126,10 @@ def main(tokens: list[str]) -> int:
     parser.add_argument("--tools", nargs="+", choices=FLAGS, default=list(FLAGS))
     parser.add_argument("--build", action="store_true", help="compile --library, and end")
     parser.add_argument(
-        "--library", type=Path, default=LIBRARY, help="of racecheck; default: %(default)s"
+        "--library",
+        type=Path,
+        default=LIBRARY,
+        help="of racecheck and initcheck; default: %(default)s",
     )
     parser.add_argument("--products", type=int, default=4, help="layouts, each of all products")
     parser.add_argument("--layers", type=int, default=40)
@@ -140,7 +145,7 @@ def main(tokens: list[str]) -> int:
     if min(getattr(options, kind) for kind in KINDS) < 0 or options.shards < 1:
         parser.error("mok: counts must be 0 or more and shards 1 or more, got fewer; raise them")
     if options.build:
-        build(options.library, "MOK_EVERY_LANE_ARRIVES")
+        build(options.library, "MOK_SANITIZED")
         return 0
     sanitizer = options.sanitizer or installed()
     if sanitizer is None or shutil.which(sanitizer) is None:
@@ -148,18 +153,17 @@ def main(tokens: list[str]) -> int:
             f"mok: compute-sanitizer must be an executable file, got {sanitizer}; install "
             "nvidia-cuda-sanitizer-api or a CUDA toolkit, and name it with --sanitizer"
         )
-    if "racecheck" in options.tools and not options.library.is_file():
+    of_build = [tool for tool in options.tools if tool in SANITIZED]
+    if of_build and not options.library.is_file():
         parser.error(
-            f"mok: racecheck needs a library in which every lane arrives, got no {options.library};"
-            " make it with --build"
+            f"mok: {' and '.join(of_build)} must have a library made for them, got no "
+            f"{options.library}; make it with --build"
         )
     seed = secrets.randbits(31) if options.seed is None else options.seed
     jobs = plan(
         options.tools, options.products, options.layers, options.groups, options.shards, seed
     )
-    jobs = [
-        replace(job, library=options.library) if job.tool == "racecheck" else job for job in jobs
-    ]
+    jobs = [replace(job, library=options.library) if job.tool in SANITIZED else job for job in jobs]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mok-sanitize-") as temporary:
         folder = options.keep or Path(temporary)

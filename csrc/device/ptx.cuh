@@ -102,7 +102,7 @@ __device__ __forceinline__ void arrive(uint64_t& barrier) {
 // Once for a warp, by its lane 0, behind what all of them did in front of a __syncwarp. racecheck
 // follows no order from one thread to another and on to a barrier, so for it (scripts/sanitize.py)
 // there is a build in which every lane arrives.
-#ifdef MOK_EVERY_LANE_ARRIVES
+#ifdef MOK_SANITIZED
 constexpr int kWarpArrivals = 32;
 #else
 constexpr int kWarpArrivals = 1;

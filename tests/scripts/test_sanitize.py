@@ -147,7 +147,7 @@ def test_one_command_runs_all(
     arguments = ["--sanitizer", str(tool), "--record", str(record), "--seed", "5", "--limit", "4"]
     with pytest.raises(SystemExit):
         sanitize.main([*arguments, "--library", str(tmp_path / "none.so")])
-    assert "mok: racecheck needs a library in which every lane" in capsys.readouterr().err
+    assert "mok: racecheck and initcheck must have a library" in capsys.readouterr().err
     arguments += ["--library", str(tool)]
     assert sanitize.main(arguments) == 1
     lines = [json.loads(line) for line in record.read_text().splitlines()]
