@@ -32,7 +32,7 @@ SEEDS = {
     "a first of the wrong expert": (
         "of(ahead + step, 0) : of(step",
         "of(step, 0) : of(step",
-        "",
+        "expert of|row of|rows of|depth of|another number",
     ),
     "m not counted from the group": ("tile.row += tile.m * kRowTile;", "", "row of"),
 }
