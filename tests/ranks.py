@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_LAST_WORDS_S = 3.0  # how long the others may still report once one rank has failed
+_LAST_WORDS_S = 3.0
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.preloaded"])
@@ -33,13 +33,18 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], *args: Any, deadline: float = 120.0
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline: float = 120.0,
+    last_words: float = _LAST_WORDS_S,
 ) -> list[Any]:
     """What `function(rank, world, *args)` returns on each of `world` ranks, in rank order.
 
     `function` is found by its name, at module level; arguments and results are pickled. Each rank
-    has a default gloo group and one thread. Raises RankFailed for the first rank that fails, and
-    TimeoutError `deadline` seconds after the ranks were started; either way no process is left.
+    has a default gloo group and one thread. Raises RankFailed for the first rank that fails, when
+    the others have ended too or `last_words` seconds later, and TimeoutError `deadline` seconds
+    after the ranks were started; either way no process is left.
     """
     call = pickle.dumps((function, args))
     results: dict[int, Any] = {}
@@ -72,7 +77,7 @@ def run_ranks(
                         results[rank] = value
                         continue
                     if not failures:
-                        end = min(end, time.monotonic() + _LAST_WORDS_S)
+                        end = min(end, time.monotonic() + last_words)
                     failures[rank] = when, value
         finally:
             for process in ranks:
