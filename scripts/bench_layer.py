@@ -189,6 +189,8 @@ def measure_layers(options: argparse.Namespace) -> int:
                 wanted = {
                     "name": name, "load": load, "table": which, "asked_tokens": shape.tokens,
                     "seed": options.seed, "rounds": rounds, "asked_arms": list(plan.arms),
+                    "asked_milliseconds": milliseconds, "asked_graph": not options.no_graph,
+                    "sonic_autotuned": options.autotune_sonic,
                     **{key: about[key] for key in ("commit", "device")},
                 }  # fmt: skip
                 old = [line for line in before if wanted.items() <= line.items()]

@@ -34,6 +34,16 @@ def environment(device: str, commit: str | None) -> dict[str, Any]:
     }
 
 
+def origin(device: str, commit: str | None) -> dict[str, Any]:
+    """What makes two runs the same beside their arguments; leaves the GPU to who will use it."""
+    gpu = _say(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    return {
+        "device": gpu if device == "cuda" else "CPU",
+        "versions": {package: found for package in _PACKAGES if (found := _version(package))},
+        "commit": commit or _commit(),
+    }
+
+
 def _commit() -> str:
     root = Path(__file__).resolve().parent
     found = _say(["git", "-C", str(root), "rev-parse", "HEAD"])

@@ -7,7 +7,8 @@
 
 Each run is scripts/train.py's, in a folder of its own, one after another. What stopped goes on: a
 finished run is not done again, an unfinished one continues from its checkpoint (from its start
-with --without-checkpoints). Then: tokens/s, model TFLOP/s by Megatron's own count, the step's time
+with --without-checkpoints). A folder whose runs had another commit, GPU, versions or arguments (but
+--train-iters) is refused. Then: tokens/s, model TFLOP/s by Megatron's own count, the step's time
 and the MoE layers' part of it, peak memory, and the losses; a table, a JSON line, a PNG. The first
 iterations after each start are left out of times, --warm-up of them.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import statistics
 import sys
@@ -30,13 +32,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare_worker
-from bench_record import aligned, append, environment
+from bench_record import aligned, append, environment, origin
 from train import DISPATCHER
 from train_config import OneLineParser, RunConfig, UserError, read_config, read_overrides
 from train_log import compare, read_lines, started_alike
 from train_worker import WRONG_INPUT
 
 DISPATCHERS = ("mok", "alltoall", "allgather", "flex")
+IDENTITY = "identity.json"  # in a run's folder: what it was made of
 # What flex's backends are imported from.
 _FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 
@@ -65,16 +68,20 @@ def main(tokens: list[str]) -> int:
         names = tuple(dict.fromkeys(options.dispatchers.split(",")))
         config = read_config(options.config).replace(read_overrides(overrides))
         _check(names, options.warm_up, config)
+        output = options.output or Path("runs") / config.path.stem / "throughput"
+        identity = identity_of(config, options.commit)
+        for name in names:
+            _refuse_another(output / name, identity)
     except UserError as error:
         print(error, file=sys.stderr)
         return WRONG_INPUT
-    output = options.output or Path("runs") / config.path.stem / "throughput"
     target = int(config.arguments["train-iters"])
     left_out, worst = {}, 0
     _share_bytecode(output)
     for name in names:
         reason = _absent(name, config)
         if reason is None:
+            write_identity(output / name, identity)
             code = _run(name, output, target, options, overrides)
             if code in (128 + 2, 128 + 15):  # stopped by the user
                 return code
@@ -146,6 +153,38 @@ def _share_bytecode(output: Path) -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         folder = os.environ.setdefault("PYTHONPYCACHEPREFIX", str((output / "bytecode").resolve()))
         sys.dont_write_bytecode, sys.pycache_prefix = False, folder  # here, for torch
+
+
+def identity_of(config: RunConfig, commit: str | None) -> dict[str, Any]:
+    """What the runs of a folder must share: a number may come from an earlier command."""
+    arguments = {k: v for k, v in config.arguments.items() if k not in ("train-iters", DISPATCHER)}
+    started = {"processes": config.launch.processes, "arguments": arguments}
+    return {**origin(config.launch.device, commit), **started}
+
+
+def write_identity(run: Path, identity: dict[str, Any]) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / IDENTITY).write_text(json.dumps(identity))
+
+
+def _refuse_another(run: Path, identity: dict[str, Any]) -> None:
+    """Raises UserError where the folder has measurements of another identity, or of an unknown."""
+    if not read_lines(run / compare_worker.FILE):
+        return
+    file = run / IDENTITY
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    wanted = json.loads(json.dumps(identity))
+    for key, value in wanted.items():
+        old = before.get(key, "an unknown one")
+        if old == value:
+            continue
+        if isinstance(old, dict):  # only what differs
+            keys = sorted(k for k in {*old, *value} if old.get(k) != value.get(k))
+            old, value = ({k: some.get(k) for k in keys} for some in (old, value))
+        raise UserError(
+            f"mok: the runs of a folder must have one {key}, got {value} now and {old} in {run}; "
+            "pass another --output or remove it"
+        )
 
 
 def _run(

@@ -203,6 +203,12 @@ def test_a_limit_stops_and_resume_goes_on(
     assert loads() == ["balanced", "hot"]
     assert bench.main([*command, "--seed", "7"]) == 0
     assert loads() == ["balanced", "hot", "balanced", "hot"], "another problem"
+    for more in (["--milliseconds", "2"], ["--no-graph"]):
+        before = len(loads())
+        assert bench.main([*command, *more]) == 0
+        assert loads()[before:] == ["balanced", "hot"], "another measurement"
+        assert bench.main([*command, *more]) == 0
+        assert len(loads()) == before + 2
 
 
 # --- time ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ DEADLINE = 240.0  # of one command; on two idle cores the longest needs 30 secon
 sys.path.insert(0, str(SCRIPTS))
 import compare_throughput  # noqa: E402
 import compare_worker  # noqa: E402
-from train_config import RunConfig, read_config  # noqa: E402
+from train_config import RunConfig, read_config, read_overrides  # noqa: E402
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -152,6 +152,27 @@ def test_a_launcher_around_it_is_refused(
     assert "got WORLD_SIZE from a launcher" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--commit", "b"], "one commit, got b now and a in "),
+        (["--commit", "a", "--seed", "7"], "one arguments, got {'seed': 7} now and {'seed': "),
+    ],
+)
+def test_measurements_of_something_else_are_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    run = run_of(tmp_path / "alltoall", [9, 8], [5, 4])
+    command = [str(TINY), "--output", str(tmp_path), "--dispatchers", "alltoall"]
+    assert compare_throughput.main([*command, "--commit", "a"]) == 2
+    assert "an unknown one in " in capsys.readouterr().err
+    identity = compare_throughput.identity_of(read_config(TINY), "a")
+    compare_throughput.write_identity(run, identity)
+    assert compare_throughput.main([*command, *more]) == 2
+    assert words in capsys.readouterr().err
+    compare_throughput._refuse_another(run, identity)
+
+
 def test_what_cannot_run_is_left_out_with_its_reason() -> None:
     config = read_config(TINY)
     gpu = config.relaunch({"device": "cuda"})
@@ -272,8 +293,11 @@ def test_a_comparison_goes_on_with_the_run_that_is_missing(tmp_path: Path) -> No
     small += ["--global-batch-size", "4", "--train-iters", "4", "--lr-warmup-iters", "1"]
     command = [sys.executable, str(SCRIPTS / "compare_throughput.py"), str(TINY), *small]
     command += ["--dispatchers", "mok,alltoall,flex", "--warm-up", "1", "--without-checkpoints"]
+    command += ["--commit", "a"]
     command += ["--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results.jsonl")]
-    run_of(tmp_path / "runs" / "alltoall", [9, 8, 8, 8], [5, 4, 3, 2])
+    alltoall = run_of(tmp_path / "runs" / "alltoall", [9, 8, 8, 8], [5, 4, 3, 2])
+    config = read_config(TINY).replace(read_overrides(small))
+    compare_throughput.write_identity(alltoall, compare_throughput.identity_of(config, "a"))
     outer = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     done = subprocess.run(
         command,
