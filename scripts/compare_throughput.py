@@ -157,7 +157,8 @@ def _share_bytecode(output: Path) -> None:
 
 def identity_of(config: RunConfig, commit: str | None) -> dict[str, Any]:
     """What the runs of a folder must share: a number may come from an earlier command."""
-    arguments = {k: v for k, v in config.arguments.items() if k not in ("train-iters", DISPATCHER)}
+    not_of_it = ("train-iters", DISPATCHER)
+    arguments = {k: str(v) for k, v in config.arguments.items() if k not in not_of_it}
     started = {"processes": config.launch.processes, "arguments": arguments}
     return {**origin(config.launch.device, commit), **started}
 

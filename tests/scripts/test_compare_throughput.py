@@ -156,7 +156,10 @@ def test_a_launcher_around_it_is_refused(
     ("more", "words"),
     [
         (["--commit", "b"], "one commit, got b now and a in "),
-        (["--commit", "a", "--seed", "7"], "one arguments, got {'seed': 7} now and {'seed': "),
+        (
+            ["--commit", "a", "--seed", "7"],
+            "one arguments, got {'seed': '7'} now and {'seed': '1234'} in ",
+        ),
     ],
 )
 def test_measurements_of_something_else_are_not_taken(
