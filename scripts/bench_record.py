@@ -17,31 +17,31 @@ def environment(device: str, commit: str | None) -> dict[str, Any]:
     """Where and from what a run was made."""
     import torch  # here: `--help` of a command need not wait for it
 
-    name = "CPU"
+    line = origin(device, commit)
     if device == "cuda":
         p = torch.cuda.get_device_properties(0)
-        name = f"{p.name}, {p.multi_processor_count} SMs, compute capability {p.major}.{p.minor}"
+        about = f"{p.multi_processor_count} SMs, compute capability {p.major}.{p.minor}"
+        line |= {"device": f"{p.name}, {about}"}
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "device": name,
-        "driver": _say(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        if device == "cuda"
-        else None,
+        **line,
+        "driver": _gpu("driver_version") if device == "cuda" else None,
         "cuda": torch.version.cuda,
-        "versions": {package: found for package in _PACKAGES if (found := _version(package))},
-        "commit": commit or _commit(),
         "command": " ".join(["python", *sys.argv]),
     }
 
 
 def origin(device: str, commit: str | None) -> dict[str, Any]:
-    """What makes two runs the same beside their arguments; leaves the GPU to who will use it."""
-    gpu = _say(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    """What two runs of one kind share; asks no GPU for memory."""
     return {
-        "device": gpu if device == "cuda" else "CPU",
+        "device": _gpu("name") if device == "cuda" else "CPU",
         "versions": {package: found for package in _PACKAGES if (found := _version(package))},
         "commit": commit or _commit(),
     }
+
+
+def _gpu(what: str) -> str | None:
+    return _say(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"])
 
 
 def _commit() -> str:

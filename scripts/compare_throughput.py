@@ -174,8 +174,7 @@ def _refuse_another(run: Path, identity: dict[str, Any]) -> None:
         return
     file = run / IDENTITY
     before = json.loads(file.read_text()) if file.is_file() else {}
-    wanted = json.loads(json.dumps(identity))
-    for key, value in wanted.items():
+    for key, value in identity.items():
         old = before.get(key, "an unknown one")
         if old == value:
             continue
