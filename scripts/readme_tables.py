@@ -6,9 +6,10 @@
 Measured: the last line of scripts/results/layer.jsonl for each preset of bench.py, with its own
 sizes under the random load, and each table, and of throughput.jsonl for each configuration.
 Pictures: layer.png, the same as bars; layer_time.png, where its time goes; growth.png, the newest
-sweeps over T and over E in growth.jsonl, each of one commit. Flags: scripts/flag_table.py, in
-short. Each table stands between two comments that name it. Exit codes: 0 current, 1 not (with
---check), 2 a comment is missing.
+sweeps over T and over E in growth.jsonl, each of one commit; throughput_NAME.png, whole runs of
+each configuration; plan.png, what `python -m mok_megatron.plan` draws for DeepSeek-V3. Flags:
+scripts/flag_table.py, in short. Each table stands between two comments that name it. Exit codes: 0
+current, 1 not (with --check), 2 a comment is missing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import compare_throughput  # noqa: E402
 from bench_picture import plot, waterfall  # noqa: E402
 from bench_problem import PRESETS  # noqa: E402
 from bench_report import Sweep, sweeps  # noqa: E402
 from train_log import read_lines  # noqa: E402
 
 from mok_megatron.config import ARGUMENT_RULES, RULES  # noqa: E402
+from mok_megatron.plan import __main__ as plan  # noqa: E402
+from mok_megatron.plan import chart  # noqa: E402
+from mok_megatron.plan.machines import MACHINES  # noqa: E402
+from mok_megatron.plan.model import PlanError, read  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "scripts" / "results"
@@ -36,7 +42,9 @@ PICTURES = {
     "layer.png": "TFLOP/s of one MoE layer: mok, its peers and the bound",
     "layer_time.png": "Where its time goes: passes at their bound, and the rest",
     "growth.png": "how it grows with tokens and with experts",
+    "plan.png": "what is planned for DeepSeek-V3 on up to 4096 GPUs, a model",
 }
+PLANNED = ROOT / "configs" / "deepseek_v3.yaml"
 # Rows of the refusals: what they have in common, and the first rule of each.
 KINDS = {
     "shapes": "moe_router_topk",
@@ -67,6 +75,11 @@ def measured() -> list[dict[str, Any]]:
         and dataclasses.asdict(preset) == line["shape"]
     ]
     return last(shown, "name", "table")
+
+
+def trained() -> list[dict[str, Any]]:
+    """The lines of throughput.jsonl that the table shows."""
+    return last(read_lines(RESULTS / "throughput.jsonl"), "name")
 
 
 def growth() -> list[Sweep]:
@@ -138,10 +151,13 @@ def trainings(lines: list[dict[str, Any]]) -> list[str]:
 def results() -> str:
     said = layers(measured())
     said += [""] * bool(said)
-    said += trainings(last(read_lines(RESULTS / "throughput.jsonl"), "name"))
+    said += trainings(trained())
+    pictures = PICTURES | {
+        throughput_picture(line): f"whole runs of {line['name']}" for line in trained()
+    }
     links = [
         f"[{words}]({(RESULTS / name).relative_to(ROOT)})"
-        for name, words in PICTURES.items()
+        for name, words in pictures.items()
         if (RESULTS / name).is_file()
     ]
     said += ["", *(f"!{link}" for link in links[:1]), "; ".join(links[1:])]
@@ -244,12 +260,34 @@ def main(tokens: list[str]) -> int:
 def draw() -> list[str]:
     """The pictures; a line for each, its name or why there is none."""
     lines, curves = measured(), growth()
-    bars, times, growing = (RESULTS / name for name in PICTURES)
+    bars, times, growing = (RESULTS / f"{name}.png" for name in ("layer", "layer_time", "growth"))
     return [
         plot(bars, lines, []) or bars.name if lines else "no layer was measured",
         waterfall(times, lines) or times.name,
         plot(growing, [], curves) or growing.name if curves else "no sweep was measured",
+        *(_draw_throughput(line) for line in trained()),
+        _draw_plan(RESULTS / "plan.png"),
     ]
+
+
+def throughput_picture(line: dict[str, Any]) -> str:
+    """Its name, the one that compare_throughput.py gives it."""
+    return f"throughput_{line['name']}.png"
+
+
+def _draw_throughput(line: dict[str, Any]) -> str:
+    name = throughput_picture(line)
+    return compare_throughput.plot(RESULTS / name, line) or name
+
+
+def _draw_plan(path: Path) -> str:
+    machines = list(MACHINES.values())
+    try:
+        model = read(PLANNED)
+        chart.draw(path, model, machines, plan.iterations(model, machines, plan.RUNS), plan.CAVEAT)
+    except PlanError as error:
+        return str(error)
+    return path.name
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         model = read(options.config, _overrides(rest))
         rows = plan(model, machines, options.ranks or list(RANKS))
-        runs = iterations(model, machines, options.ranks or list(RUNS))
+        runs = iterations(model, machines, options.ranks or RUNS)
         if options.png is not None:
             chart.draw(options.png, model, machines, runs, CAVEAT)
     except PlanError as error:
@@ -139,7 +139,7 @@ def plan(model: Model, machines: list[Machine], ranks: list[int]) -> list[Row]:
 
 
 def iterations(
-    model: Model, machines: list[Machine], ranks: list[int]
+    model: Model, machines: list[Machine], ranks: Sequence[int]
 ) -> dict[tuple[str, int], Iteration | str]:
     """By machine and ranks: an iteration, or in words why so many ranks cannot run it."""
     found: dict[tuple[str, int], Iteration | str] = {}

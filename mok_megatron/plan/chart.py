@@ -107,12 +107,12 @@ def _draw_iterations(axes: Any, model: Model, runs: Runs, name: str) -> None:
             text, at = "cannot run it:\n" + "\n".join(textwrap.wrap(run, 20)), 2.0
         else:
             sizes = f"PP {run.pipeline}, EP {run.expert_parallel}, DP {run.data_parallel}"
-            text = f"{sizes}\n≥ {run.best / 1e3:.3g} s\n≤ {run.tokens_per_s:,.0f} tokens/s/GPU"
+            text = f"{sizes}\n≥ {run.best / 1e3:.3g} s\n≤ {run.tokens_per_s:,.0f}\ntokens/s/GPU"
             at = 101.0
         axes.text(index, at, text, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(mine)), [f"{ranks} GPUs" for ranks in mine])
     axes.set_xlim(-0.6, len(mine) - 0.4)
-    axes.set_ylim(0, 150)
+    axes.set_ylim(0, 155)
     axes.set_yticks(range(0, 101, 20))
     batch = f"{model.batch} sequences" if model.batch else "one micro-batch a rank"
     axes.set(

@@ -84,6 +84,25 @@ def test_a_sweep_makes_no_rows_but_a_picture_of_one_commit(
     assert sweep.lines == lines[3:6]
 
 
+def test_every_picture_is_drawn_from_what_is_recorded_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    names = [f"throughput_{line['name']}.png" for line in readme_tables.trained()]
+    assert len(names) >= 2
+    text = (readme_tables.RESULTS / "throughput.jsonl").read_text()
+    (tmp_path / "throughput.jsonl").write_text(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(readme_tables, "RESULTS", tmp_path)
+        drawn = ["no layer was measured", "layer_time.png", "no sweep was measured"]
+        patch.setattr(readme_tables, "waterfall", lambda path, lines: None)
+        assert readme_tables.draw() == [*drawn, *names, "plan.png"]
+    for name in (*names, "plan.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (readme_tables.RESULTS / name).is_file()
+        assert f"(scripts/results/{name})" in README
+
+
 def test_a_missing_comment_is_told() -> None:
     with pytest.raises(ValueError, match=r"^mok: README.md must have the comments .* results"):
         readme_tables.replaced("# nothing\n")
