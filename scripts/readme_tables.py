@@ -45,6 +45,42 @@ PICTURES = {
     "plan.png": "what is planned for DeepSeek-V3 on up to 4096 GPUs, a model",
 }
 PLANNED = ROOT / "configs" / "deepseek_v3.yaml"
+# Rows of what works: names of flags, or how they begin. The first that fits counts.
+TOPICS = {
+    "balance": (
+        "--moe-router-load-balancing-type",
+        "--moe-aux-loss-coeff",
+        "--moe-z-loss-coeff",
+        "--moe-router-force-load-balancing",
+    ),
+    "routing": (
+        "--moe-router-",
+        "--moe-input-jitter-eps",
+        "--moe-enable-routing-replay",
+        "--moe-expert-capacity-factor",
+        "--moe-token-drop-policy",
+    ),
+    "recompute": ("--recompute-",),
+    "parallelism, optimizer": (
+        "--expert-",
+        "--tensor-",
+        "--sequence-parallel",
+        "--pipeline-",
+        "--num-virtual-",
+        "--context-",
+        "--use-distributed-optimizer",
+        "--overlap-",
+        "--clip-grad",
+    ),
+    "layers": ("--moe-", "--mtp-", "--multi-latent-attention", "--transformer-impl"),
+    "the run": (
+        "--bf16",
+        "--deterministic-mode",
+        "variable_seq_lengths",
+        "--cuda-graph-impl",
+        "--ckpt-format",
+    ),
+}
 # Rows of the refusals: what they have in common, and the first rule of each.
 KINDS = {
     "shapes": "moe_router_topk",
@@ -115,9 +151,10 @@ def layers(lines: list[dict[str, Any]]) -> list[str]:
         for _, arms in peers:
             times = [line["arms"][arm]["times_mok"] for arm in arms if arm in line["arms"]]
             cells.append(f"{min(times):.2f}x" if times else "-")
-        rows.append([*cells, line["date"], f"`{line['commit'][:9]}`"])
+        about = line["device"].partition(",")[0], line["date"], f"`{line['commit'][:9]}`"
+        rows.append([*cells, *about])
     head = ["layer, load", "T", "dW", "ms fwd + bwd", "TFLOP/s", "of bound"]
-    return _table([*head, *(name for name, _ in peers), "date", "commit"], rows)
+    return _table([*head, *(name for name, _ in peers), "device", "date", "commit"], rows)
 
 
 def trainings(lines: list[dict[str, Any]]) -> list[str]:
@@ -165,28 +202,23 @@ def results() -> str:
 
 
 def flags() -> str:
-    """Works and refused, each with the tests that say so."""
+    """Works, accepted and refused, by topic, with the tests that say so."""
     import flag_table  # it imports Megatron
 
     table = flag_table.rows()
     rows = []
     works = [row for row in table if row.verdict == "works"]
-    by_tests: dict[str, list[str]] = {}
+    by_topic: dict[str, tuple[list[str], dict[str, None]]] = {topic: ([], {}) for topic in TOPICS}
     for row in works:
         test = next(t for t in row.tests if "test_config" not in t)
-        by_tests.setdefault(test.partition("[")[0], []).append(row.flags)
-    for test, said in by_tests.items():
-        names = dict.fromkeys(flag for flags in said for flag in flags.split(", "))
-        rows.append([", ".join(f"`{name}`" for name in names), "works", f"`{_short(test)}`"])
-    accepted = [row for row in table if row.verdict == "accepted"]
-    names = dict.fromkeys(flag for row in accepted for flag in row.flags.split(", "))
-    rows.append(
-        [
-            ", ".join(f"`{name}`" for name in names),
-            "accepted",
-            "`test_config.py::test_works`",
-        ]
-    )
+        for flag in row.flags.split(", "):
+            said, tests = by_topic[topic_of(flag)]
+            said.append(flag)
+            tests[test.partition("[")[0]] = None
+    for topic, (said, tests) in by_topic.items():
+        rows.append([f"**works**: {topic}", _merged(said), _tests(tests)])
+    accepted = [f for row in table if row.verdict == "accepted" for f in row.flags.split(", ")]
+    rows.append(["accepted", _merged(accepted), "`test_config.py::test_works`"])
     firsts = {rule: kind for kind, rule in KINDS.items()}
     kind = ""
     refused = []
@@ -199,10 +231,34 @@ def flags() -> str:
         refused.append((kind, row))
     for kind, group in groupby(refused, key=lambda pair: pair[0]):
         mine = [row for _, row in group]
+        firsts_of = (row.flags.partition(" or ")[0] for row in mine)
+        cells = ", ".join(f"`{flag.replace(', ', '` with `')}`" for flag in firsts_of)
         tests = dict.fromkeys(row.tests[0].partition("[")[0] for row in mine)
-        cells = ", ".join(f"`{row.flags.partition(' or ')[0]}`" for row in mine)
-        rows.append([cells, f"refused: {kind}", ", ".join(f"`{_short(t)}`" for t in tests)])
-    return "\n".join(_table(["flags", "", "backed by"], rows))
+        rows.append([f"refused: {kind}", cells, _tests(tests)])
+    return "\n".join(_table(["verdict: about", "flags", "tests"], rows))
+
+
+def topic_of(flag: str) -> str:
+    """Of a flag with its value. Raises KeyError for one that none of TOPICS knows."""
+    name = flag.partition(" ")[0].partition("=")[0]
+    for topic, known in TOPICS.items():
+        if any(name == one or (one.endswith("-") and name.startswith(one)) for one in known):
+            return topic
+    raise KeyError(f"mok: a flag that works must be of one of TOPICS, got {flag}; name it there")
+
+
+def _merged(flags: list[str]) -> str:
+    """Each flag once, with all values that it has there."""
+    values: dict[str, dict[str, None]] = {}
+    for flag in flags:
+        name, _, value = flag.partition(" ")
+        values.setdefault(name, {})[value] = None
+    said = (" / ".join(filter(None, of)) for of in values.values())
+    return ", ".join(f"`{f'{name} {of}'.strip()}`" for name, of in zip(values, said, strict=True))
+
+
+def _tests(tests: dict[str, None]) -> str:
+    return ", ".join(f"`{_short(test)}`" for test in tests)
 
 
 def _short(test: str) -> str:
