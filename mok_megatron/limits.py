@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ROW_TILE = 128  # an expert's rows start at a multiple of it
+PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,14 @@ def context_bytes(ffn: int, shared_ffn: int, top_k: int, tokens: int, rows: int,
 
 
 def row_buffer_bytes(hidden: int, ffn: int, rows: int) -> int:
-    """Of a call, beside the workspace: x, dy [C, H], a [C, F], dg|du [C, 2F], bf16; rows: C."""
-    return 2 * rows * (2 * hidden + 3 * ffn)
+    """Of a call, beside the workspace: x, dy, dx [C, H], a [C, F], dg|du [C, 2F], bf16, and
+    partial sums [C, F / PART_COLUMNS], fp32; rows: C."""
+    return 2 * rows * (3 * hidden + 3 * ffn) + 4 * rows * (ffn // PART_COLUMNS)
+
+
+def shared_buffer_bytes(hidden: int, shared_ffn: int, tokens: int) -> int:
+    """The same for the shared expert: dx [T, H], a [T, S], dg|du [T, 2S], bf16."""
+    return 2 * tokens * (hidden + 3 * shared_ffn) if shared_ffn else 0
 
 
 def symmetric_bytes(ranks: int, tokens: int, top_k: int, hidden: int) -> int:

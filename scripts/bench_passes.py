@@ -27,6 +27,7 @@ from functools import partial
 
 import torch
 from bench_problem import BenchError
+from tqdm import tqdm
 
 from mok_megatron.backends import library
 
@@ -231,7 +232,7 @@ def measure(problem: Problem, rounds: int, milliseconds: float) -> dict[str, dic
     for arm in problem.checks:
         errors[arm] = problem.verify(arm)
         if not errors[arm] <= TOLERANCE:
-            print(f"  {problem.name} {arm}: error {errors[arm]:.2e}, not timed", flush=True)
+            say(f"  {problem.name} {arm}: error {errors[arm]:.2e}, not timed")
             del problem.arms[arm]
     times: dict[str, list[float]] = {arm: [] for arm in problem.arms}
     for _ in range(rounds):
@@ -306,36 +307,53 @@ def _check(options: argparse.Namespace) -> None:
 def measure_passes(options: argparse.Namespace) -> int:
     """Every pass of every shape and routing asked for; the exit code."""
     _check(options)
-    rounds, milliseconds = options.rounds or 5, options.milliseconds or 20
     about = environment()
     print(about["gpu"], "torch", about["torch"], flush=True)
-    tilings = [int(t) for t in options.tilings.split(",")]
-    for shape_name in options.shapes.split(","):
-        shape = SHAPES[shape_name]
-        for routing in options.routing.split(","):
+    names, routings = options.only.split(","), options.routing.split(",")
+    cells = [(shape, routing) for shape in options.shapes.split(",") for routing in routings]
+    with tqdm(total=len(cells) * len(names), unit="pass", disable=None) as bar:
+        for shape_name, routing in cells:
+            shape = SHAPES[shape_name]
             torch.manual_seed(options.seed)
             random.seed(options.seed)
             counts = counts_of(routing, shape.rows, shape.experts)
-            print(f"{shape_name} {routing}: {shape}, largest {max(counts)}", flush=True)
-            for name in options.only.split(","):
-                problem = Problem(name, shape, counts, tilings)
-                try:
-                    results = measure(problem, rounds, milliseconds)
-                except torch.cuda.OutOfMemoryError as error:
-                    print(f"  {name}: {str(error).splitlines()[0]}", flush=True)
-                    continue
-                cells = [
-                    f"{arm} {r['tflops']:.0f} ({r['of_cublas']:.3f}"
-                    + (f", bound {r['of_bound']:.3f})" if "add" in results else ")")
-                    for arm, r in results.items()
-                    if arm != "add"
-                ]
-                print(f"  {name:16s}", "  ".join(cells), flush=True)
-                if options.output:
+            say(f"{shape_name} {routing}: {shape}, largest {max(counts)}")
+            for name in names:
+                bar.set_description(f"{shape_name} {routing} {name}")
+                results = _measure_pass(options, name, shape, counts)
+                bar.update()
+                if results is not None and options.output:
                     line = {"shape": shape_name, **dataclasses.asdict(shape), "routing": routing}
                     line |= {"pass": name, "results": results, "largest": max(counts), **about}
                     with open(options.output, "a") as file:
                         file.write(json.dumps(line) + "\n")
-                del problem
-                torch.cuda.empty_cache()
     return 0
+
+
+def _measure_pass(
+    options: argparse.Namespace, name: str, shape: Shape, counts: list[int]
+) -> dict[str, dict[str, float]] | None:
+    """The results by arm, which are printed too; None where memory does not suffice."""
+    problem = Problem(name, shape, counts, [int(t) for t in options.tilings.split(",")])
+    try:
+        results = measure(problem, options.rounds or 5, options.milliseconds or 20)
+    except torch.cuda.OutOfMemoryError as error:
+        say(f"  {name}: {str(error).splitlines()[0]}")
+        return None
+    finally:
+        del problem
+        torch.cuda.empty_cache()
+    cells = [
+        f"{arm} {r['tflops']:.0f} ({r['of_cublas']:.3f}"
+        + (f", bound {r['of_bound']:.3f})" if "add" in results else ")")
+        for arm, r in results.items()
+        if arm != "add"
+    ]
+    say(f"  {name:16s} {'  '.join(cells)}")
+    return results
+
+
+def say(line: str) -> None:
+    """A line above the bar."""
+    with tqdm.external_write_mode():
+        print(line, flush=True)

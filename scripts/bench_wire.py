@@ -39,6 +39,7 @@ import bench_record  # noqa: E402
 from bench import OneLineParser  # noqa: E402
 from bench_wire_report import WireError, plot, summarise, table, way_bytes  # noqa: E402
 from library_variant import build  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 LIBRARY = ROOT / "build" / "wire" / "_C.abi3.so"
 RESULTS = ROOT / "scripts" / "results"
@@ -57,12 +58,15 @@ def measure(options: argparse.Namespace) -> int:
     need_wire(options.library)
     about = bench_record.environment("cuda", options.commit)
     lines = []
-    for model in options.models:
-        for ranks in options.ranks:
+    cases = [(model, ranks) for model in options.models for ranks in options.ranks]
+    every = [0.0, *options.rates]
+    with tqdm(total=len(cases) * options.rounds * len(every), disable=None) as bar:
+        for model, ranks in cases:
+            bar.set_description(f"{model}, {ranks} ranks")
             shape = PRESETS[MODELS[model]]
             group = VirtualRanks.of(shape, WHOLE[model], ranks, options.seed, options.library)
             way = way_bytes(group.rows_PP(), shape.hidden, shape.rows)
-            samples = group.interleaved([0.0, *options.rates], options.rounds)
+            samples = group.interleaved(every, options.rounds, bar.update)
             base, rates = summarise(samples, way, group.share)
             del group
             lines.append(
@@ -71,7 +75,8 @@ def measure(options: argparse.Namespace) -> int:
                 | {"tokens": shape.tokens, "experts": WHOLE[model], "rounds": options.rounds}
                 | {"forward_ms": base.forward, "backward_ms": base.backward, "rates": rates}
             )
-            print("\n".join(table(lines[-1:])), flush=True)
+            with bar.external_write_mode():
+                print("\n".join(table(lines[-1:])), flush=True)
             bench_record.append(options.output, lines[-1])
     print("\n".join(["", "emulation: virtual ranks on one GPU, a throttled wire", *table(lines)]))
     if said := plot(options.picture, lines):

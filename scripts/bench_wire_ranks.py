@@ -137,8 +137,11 @@ class VirtualRanks:
             for rank in self.ranks
         ]
 
-    def interleaved(self, rates: list[float], rounds: int) -> dict[float, list[Times]]:
-        """The times at each rate (GB/s of a whole GPU, 0: no bound), one a round.
+    def interleaved(
+        self, rates: list[float], rounds: int, passed: Callable[[], object] = lambda: None
+    ) -> dict[float, list[Times]]:
+        """The times at each rate (GB/s of a whole GPU, 0: no bound), one a round. `passed` is
+        called after each.
 
         Raises WireError where a rate changes a byte of y, dx or dprob.
         """
@@ -158,6 +161,7 @@ class VirtualRanks:
                         "look at csrc/device/wire.cuh"
                     )
                 del found
+                passed()
         return samples
 
     def _throttle(self, rate: float) -> None:

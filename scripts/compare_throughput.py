@@ -105,7 +105,7 @@ def main(tokens: list[str]) -> int:
         results = options.results or scripts / "results" / "throughput.jsonl"
         append(results, line)
         picture = results.with_name(f"{results.stem}_{config.path.stem}.png")
-        print(f"{plot(picture, line, runs) or f'picture: {picture}'}; lines: {results}")
+        print(f"{plot(picture, line) or f'picture: {picture}'}; lines: {results}")
     return worst
 
 
@@ -236,6 +236,12 @@ def _thinned(losses: list[float], most: int = 100) -> list[float]:
     return losses[:: -max(1, -(-len(losses) // most))][::-1]
 
 
+def _iterations(thinned: list[float], last: int, most: int = 100) -> range:
+    """Whose losses _thinned has kept."""
+    every = max(1, -(-last // most))
+    return range(last - every * (len(thinned) - 1), last + 1, every)
+
+
 def table(line: dict[str, Any]) -> str:
     """The comparison for the terminal."""
     found = line["dispatchers"]
@@ -276,8 +282,8 @@ def _say_losses(runs: dict[str, Path]) -> None:
             print(f"{first} and {name} also differ by how they were started, see starts.jsonl")
 
 
-def plot(path: Path, line: dict[str, Any], runs: dict[str, Path]) -> str | None:
-    """A PNG: rates, where the step's time goes, and the losses.
+def plot(path: Path, line: dict[str, Any]) -> str | None:
+    """A PNG of a recorded line: rates, where the step's time goes, and the losses.
 
     Returns a line that says why not, if matplotlib is missing.
     """
@@ -290,8 +296,13 @@ def plot(path: Path, line: dict[str, Any], runs: dict[str, Path]) -> str | None:
     figure, (rates, times, losses) = plt.subplots(1, 3, figsize=(14, 4.5), layout="constrained")
     names = list(found)
     bars = rates.bar(names, [run["tokens_per_s_per_rank"] for run in found.values()])
-    rates.bar_label(bars, fmt="{:,.0f}")
-    rates.margins(y=0.1)
+    first = next(iter(found.values()))["tokens_per_s_per_rank"] if found else 1.0
+    labels = [
+        f"{run['tokens_per_s_per_rank']:,.0f}\n({run['tokens_per_s_per_rank'] / first:.2f} x)"
+        for run in found.values()
+    ]
+    rates.bar_label(bars, labels)
+    rates.margins(y=0.15)
     rates.set(ylabel="tokens/s/rank", title="Rate (higher is better)")
     below = [0.0] * len(names)
     for part, label in (
@@ -304,16 +315,16 @@ def plot(path: Path, line: dict[str, Any], runs: dict[str, Path]) -> str | None:
             for run, under in zip(found.values(), below, strict=True)
         ]
         bars = times.bar(names, heights, bottom=below, label=label)
-        times.bar_label(bars, fmt="{:.1f}", label_type="center", color="white")
+        times.bar_label(bars, fmt="{:.4g} ms", label_type="center", color="white")
         below = [a + b for a, b in zip(below, heights, strict=True)]
     times.set(ylabel="ms an iteration", title="Step time (lower is better)")
-    times.legend(fontsize=8)
-    for index, (name, folder) in enumerate(runs.items()):
-        curve = read_lines(folder / "losses.jsonl")
+    times.margins(y=0.3)  # room for the legend
+    times.legend(fontsize=8, loc="upper left")
+    for index, (name, run) in enumerate(found.items()):
         losses.plot(
-            [entry["iteration"] for entry in curve],
-            [entry["loss"] for entry in curve],
-            label=name,
+            _iterations(run["losses"], line["train_iters"]),
+            run["losses"],
+            label=f"{name}, at the end {run['losses'][-1]:.4f}" if run["losses"] else name,
             linestyle="-" if index == 0 else "--",
             linewidth=max(2.5 - index, 1),
         )
@@ -326,7 +337,7 @@ def plot(path: Path, line: dict[str, Any], runs: dict[str, Path]) -> str | None:
     figure.suptitle(f"{line['name']}: the same training on each dispatcher")
     figure.supxlabel(f"{line['device']}; {versions}; commit {line['commit'][:12]}", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
     return None
 

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from bench_record import append, environment
 from resume_trials import shared_memory, still_there
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -134,11 +135,18 @@ def run_trials(
             draw = random.Random(f"{seed} {kind} {place}")
             outcome = run_trial(backend, kind, place, draw, Path(folder) / str(number))
             result = outcome.trouble or outcome.said
-            print(f"{kind}, {place}, rank {outcome.culprit}: {result}", flush=True)
+            with tqdm.external_write_mode():
+                print(f"{kind}, {place}, rank {outcome.culprit}: {result}", flush=True)
             return outcome
 
-        with ThreadPoolExecutor(at_once) as pool:
-            outcomes = list(pool.map(one, range(len(cells))))
+        with (
+            ThreadPoolExecutor(at_once) as pool,
+            tqdm(total=len(cells), unit="trial", disable=None) as bar,
+        ):
+            trials = [pool.submit(one, number) for number in range(len(cells))]
+            for _ in as_completed(trials):
+                bar.update()
+            outcomes = [trial.result() for trial in trials]
         left = [f"socket {path.name}" for path in Path(folder).rglob("*") if path.is_socket()]
     left += [f"process {process.pid}" for process in _of_ranks()]
     left += [f"shared memory {name}" for name in still_there(shared_memory() - memory)]

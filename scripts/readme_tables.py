@@ -6,9 +6,10 @@
 Measured: the last line of scripts/results/layer.jsonl for each preset of bench.py, with its own
 sizes under the random load, and each table, and of throughput.jsonl for each configuration.
 Pictures: layer.png, the same as bars; layer_time.png, where its time goes; growth.png, the newest
-sweeps over T and over E in growth.jsonl, each of one commit. Flags: scripts/flag_table.py, in
-short. Each table stands between two comments that name it. Exit codes: 0 current, 1 not (with
---check), 2 a comment is missing.
+sweeps over T and over E in growth.jsonl, each of one commit; throughput_NAME.png, whole runs of
+each configuration; plan.png, what `python -m mok_megatron.plan` draws for DeepSeek-V3. Flags:
+scripts/flag_table.py, in short. Each table stands between two comments that name it. Exit codes: 0
+current, 1 not (with --check), 2 a comment is missing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import compare_throughput  # noqa: E402
 from bench_picture import plot, waterfall  # noqa: E402
 from bench_problem import PRESETS  # noqa: E402
 from bench_report import Sweep, sweeps  # noqa: E402
 from train_log import read_lines  # noqa: E402
 
 from mok_megatron.config import ARGUMENT_RULES, RULES  # noqa: E402
+from mok_megatron.plan import __main__ as plan  # noqa: E402
+from mok_megatron.plan import chart  # noqa: E402
+from mok_megatron.plan.machines import MACHINES  # noqa: E402
+from mok_megatron.plan.model import PlanError, read  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "scripts" / "results"
@@ -36,6 +42,44 @@ PICTURES = {
     "layer.png": "TFLOP/s of one MoE layer: mok, its peers and the bound",
     "layer_time.png": "Where its time goes: passes at their bound, and the rest",
     "growth.png": "how it grows with tokens and with experts",
+    "plan.png": "what is planned for DeepSeek-V3 on up to 4096 GPUs, a model",
+}
+PLANNED = ROOT / "configs" / "deepseek_v3.yaml"
+# Rows of what works: names of flags, or how they begin. The first that fits counts.
+TOPICS = {
+    "balance": (
+        "--moe-router-load-balancing-type",
+        "--moe-aux-loss-coeff",
+        "--moe-z-loss-coeff",
+        "--moe-router-force-load-balancing",
+    ),
+    "routing": (
+        "--moe-router-",
+        "--moe-input-jitter-eps",
+        "--moe-enable-routing-replay",
+        "--moe-expert-capacity-factor",
+        "--moe-token-drop-policy",
+    ),
+    "recompute": ("--recompute-",),
+    "parallelism, optimizer": (
+        "--expert-",
+        "--tensor-",
+        "--sequence-parallel",
+        "--pipeline-",
+        "--num-virtual-",
+        "--context-",
+        "--use-distributed-optimizer",
+        "--overlap-",
+        "--clip-grad",
+    ),
+    "layers": ("--moe-", "--mtp-", "--multi-latent-attention", "--transformer-impl"),
+    "the run": (
+        "--bf16",
+        "--deterministic-mode",
+        "variable_seq_lengths",
+        "--cuda-graph-impl",
+        "--ckpt-format",
+    ),
 }
 # Rows of the refusals: what they have in common, and the first rule of each.
 KINDS = {
@@ -67,6 +111,11 @@ def measured() -> list[dict[str, Any]]:
         and dataclasses.asdict(preset) == line["shape"]
     ]
     return last(shown, "name", "table")
+
+
+def trained() -> list[dict[str, Any]]:
+    """The lines of throughput.jsonl that the table shows."""
+    return last(read_lines(RESULTS / "throughput.jsonl"), "name")
 
 
 def growth() -> list[Sweep]:
@@ -102,9 +151,10 @@ def layers(lines: list[dict[str, Any]]) -> list[str]:
         for _, arms in peers:
             times = [line["arms"][arm]["times_mok"] for arm in arms if arm in line["arms"]]
             cells.append(f"{min(times):.2f}x" if times else "-")
-        rows.append([*cells, line["date"], f"`{line['commit'][:9]}`"])
+        about = line["device"].partition(",")[0], line["date"], f"`{line['commit'][:9]}`"
+        rows.append([*cells, *about])
     head = ["layer, load", "T", "dW", "ms fwd + bwd", "TFLOP/s", "of bound"]
-    return _table([*head, *(name for name, _ in peers), "date", "commit"], rows)
+    return _table([*head, *(name for name, _ in peers), "device", "date", "commit"], rows)
 
 
 def trainings(lines: list[dict[str, Any]]) -> list[str]:
@@ -138,10 +188,13 @@ def trainings(lines: list[dict[str, Any]]) -> list[str]:
 def results() -> str:
     said = layers(measured())
     said += [""] * bool(said)
-    said += trainings(last(read_lines(RESULTS / "throughput.jsonl"), "name"))
+    said += trainings(trained())
+    pictures = PICTURES | {
+        throughput_picture(line): f"whole runs of {line['name']}" for line in trained()
+    }
     links = [
         f"[{words}]({(RESULTS / name).relative_to(ROOT)})"
-        for name, words in PICTURES.items()
+        for name, words in pictures.items()
         if (RESULTS / name).is_file()
     ]
     said += ["", *(f"!{link}" for link in links[:1]), "; ".join(links[1:])]
@@ -149,28 +202,23 @@ def results() -> str:
 
 
 def flags() -> str:
-    """Works and refused, each with the tests that say so."""
+    """Works, accepted and refused, by topic, with the tests that say so."""
     import flag_table  # it imports Megatron
 
     table = flag_table.rows()
     rows = []
     works = [row for row in table if row.verdict == "works"]
-    by_tests: dict[str, list[str]] = {}
+    by_topic: dict[str, tuple[list[str], dict[str, None]]] = {topic: ([], {}) for topic in TOPICS}
     for row in works:
         test = next(t for t in row.tests if "test_config" not in t)
-        by_tests.setdefault(test.partition("[")[0], []).append(row.flags)
-    for test, said in by_tests.items():
-        names = dict.fromkeys(flag for flags in said for flag in flags.split(", "))
-        rows.append([", ".join(f"`{name}`" for name in names), "works", f"`{_short(test)}`"])
-    accepted = [row for row in table if row.verdict == "accepted"]
-    names = dict.fromkeys(flag for row in accepted for flag in row.flags.split(", "))
-    rows.append(
-        [
-            ", ".join(f"`{name}`" for name in names),
-            "accepted",
-            "`test_config.py::test_works`",
-        ]
-    )
+        for flag in row.flags.split(", "):
+            said, tests = by_topic[topic_of(flag)]
+            said.append(flag)
+            tests[test.partition("[")[0]] = None
+    for topic, (said, tests) in by_topic.items():
+        rows.append([f"**works**: {topic}", _merged(said), _tests(tests)])
+    accepted = [f for row in table if row.verdict == "accepted" for f in row.flags.split(", ")]
+    rows.append(["accepted", _merged(accepted), "`test_config.py::test_works`"])
     firsts = {rule: kind for kind, rule in KINDS.items()}
     kind = ""
     refused = []
@@ -183,10 +231,34 @@ def flags() -> str:
         refused.append((kind, row))
     for kind, group in groupby(refused, key=lambda pair: pair[0]):
         mine = [row for _, row in group]
+        firsts_of = (row.flags.partition(" or ")[0] for row in mine)
+        cells = ", ".join(f"`{flag.replace(', ', '` with `')}`" for flag in firsts_of)
         tests = dict.fromkeys(row.tests[0].partition("[")[0] for row in mine)
-        cells = ", ".join(f"`{row.flags.partition(' or ')[0]}`" for row in mine)
-        rows.append([cells, f"refused: {kind}", ", ".join(f"`{_short(t)}`" for t in tests)])
-    return "\n".join(_table(["flags", "", "backed by"], rows))
+        rows.append([f"refused: {kind}", cells, _tests(tests)])
+    return "\n".join(_table(["verdict: about", "flags", "tests"], rows))
+
+
+def topic_of(flag: str) -> str:
+    """Of a flag with its value. Raises KeyError for one that none of TOPICS knows."""
+    name = flag.partition(" ")[0].partition("=")[0]
+    for topic, known in TOPICS.items():
+        if any(name == one or (one.endswith("-") and name.startswith(one)) for one in known):
+            return topic
+    raise KeyError(f"mok: a flag that works must be of one of TOPICS, got {flag}; name it there")
+
+
+def _merged(flags: list[str]) -> str:
+    """Each flag once, with all values that it has there."""
+    values: dict[str, dict[str, None]] = {}
+    for flag in flags:
+        name, _, value = flag.partition(" ")
+        values.setdefault(name, {})[value] = None
+    said = (" / ".join(filter(None, of)) for of in values.values())
+    return ", ".join(f"`{f'{name} {of}'.strip()}`" for name, of in zip(values, said, strict=True))
+
+
+def _tests(tests: dict[str, None]) -> str:
+    return ", ".join(f"`{_short(test)}`" for test in tests)
 
 
 def _short(test: str) -> str:
@@ -244,12 +316,34 @@ def main(tokens: list[str]) -> int:
 def draw() -> list[str]:
     """The pictures; a line for each, its name or why there is none."""
     lines, curves = measured(), growth()
-    bars, times, growing = (RESULTS / name for name in PICTURES)
+    bars, times, growing = (RESULTS / f"{name}.png" for name in ("layer", "layer_time", "growth"))
     return [
         plot(bars, lines, []) or bars.name if lines else "no layer was measured",
         waterfall(times, lines) or times.name,
         plot(growing, [], curves) or growing.name if curves else "no sweep was measured",
+        *(_draw_throughput(line) for line in trained()),
+        _draw_plan(RESULTS / "plan.png"),
     ]
+
+
+def throughput_picture(line: dict[str, Any]) -> str:
+    """Its name, the one that compare_throughput.py gives it."""
+    return f"throughput_{line['name']}.png"
+
+
+def _draw_throughput(line: dict[str, Any]) -> str:
+    name = throughput_picture(line)
+    return compare_throughput.plot(RESULTS / name, line) or name
+
+
+def _draw_plan(path: Path) -> str:
+    machines = list(MACHINES.values())
+    try:
+        model = read(PLANNED)
+        chart.draw(path, model, machines, plan.iterations(model, machines, plan.RUNS), plan.CAVEAT)
+    except PlanError as error:
+        return str(error)
+    return path.name
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from bench_record import append, environment
+from tqdm import tqdm
 from train_log import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,25 +121,32 @@ def run_trials(plan: Plan, count: int, seed: int, folder: Path) -> Any:
     unbroken run does not end well."""
     draw = random.Random(seed)
     before = set(psutil.Process().children(recursive=True))  # of a test's process, say
+    bar = tqdm(total=count, unit="trial", desc="unbroken run", disable=None)
     try:
         started = time.monotonic()
         # TMPDIR is not in `folder`: the path of a socket in it may have 107 bytes at most.
         with tempfile.TemporaryDirectory(prefix="mok-") as temporary:
             finish(start(plan.command(folder / "unbroken"), Path(temporary)))
-        print(f"an unbroken run took {time.monotonic() - started:.0f} s", flush=True)
+        with bar.external_write_mode():
+            print(f"an unbroken run took {time.monotonic() - started:.0f} s", flush=True)
         wanted = curve(folder / "unbroken")
         if len(wanted) != plan.iterations:
             raise Failed(f"the unbroken run logged {len(wanted)} of {plan.iterations} iterations")
+        bar.set_description("killed and resumed")
         for number in range(count):
             with tempfile.TemporaryDirectory(prefix="mok-") as temporary:
                 trial = run_trial(plan, draw, folder / str(number), Path(temporary), wanted)
-            print(
-                f"trial {number + 1}: {trial.victim} killed after iteration {trial.killed_after}, "
-                f"resumed from {trial.resumed_from}: {trial.trouble or 'the same bits'}",
-                flush=True,
-            )
+            with bar.external_write_mode():
+                print(
+                    f"trial {number + 1}: {trial.victim} killed after iteration "
+                    f"{trial.killed_after}, resumed from {trial.resumed_from}: "
+                    f"{trial.trouble or 'the same bits'}",
+                    flush=True,
+                )
+            bar.update()
             yield trial
     finally:
+        bar.close()
         for process in set(psutil.Process().children(recursive=True)) - before:
             process.kill()
 

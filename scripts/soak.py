@@ -33,6 +33,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from bench_record import append, environment
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -144,7 +145,10 @@ def soak(
     assert len(layers) == 2
     looks: list[Look] = []
     said: list[str] = []
-    with hot_experts(layers) as heat:
+    with (
+        hot_experts(layers) as heat,
+        tqdm(total=steps, unit="step", disable=True if rank else None) as bar,
+    ):
         for step in range(1, steps + 1):
             heat.zero_()[step // HOT_STEPS % len(heat)] = HOT
             loss, norm = training.step()
@@ -157,7 +161,9 @@ def soak(
                 said += _saved_and_read_back(training, Path(folder) / str(step), step)
                 looks.append(_look(step, device))
                 if rank == 0:
-                    print(f"step {step}: loss {loss:.4f}, {looks[-1]}", flush=True)
+                    with bar.external_write_mode():
+                        print(f"step {step}: loss {loss:.4f}, {looks[-1]}", flush=True)
+            bar.update()
     return looks, said
 
 

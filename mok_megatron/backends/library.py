@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mok_megatron import limits
+
 LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "_C.abi3.so"
 ROW_TILE = 128  # each expert's rows start at a multiple of it
-PART_COLUMNS = 32  # columns of one partial sum of the probability's gradient
+PART_COLUMNS = limits.PART_COLUMNS
 TENSOR_MAP_BYTES = 128
 
 _loaded: list[pathlib.Path] = []

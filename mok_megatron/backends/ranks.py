@@ -28,6 +28,7 @@ from mok_megatron.limits import (
     most_rows,
     row_buffer_bytes,
     row_capacity,
+    shared_buffer_bytes,
     symmetric_bytes,
 )
 from mok_megatron.peers import gib
@@ -167,11 +168,12 @@ class Ranks:
         rows = self.numbers()[0] or most
         if self.several:
             most = most_rows(self.limits.tokens, shape.top_k, shape.ep_size, shape.local_experts)
+        buffers = row_buffer_bytes(shape.hidden, shape.ffn, rows)
+        buffers += shared_buffer_bytes(shape.hidden, shape.shared_ffn, tokens)
         kept = context_bytes(shape.ffn, shape.shared_ffn, shape.top_k, tokens, rows, most)
         text = (
             f"a layer keeps {gib(kept)} of each forward of {tokens} tokens for its backward; all "
-            f"layers of a shape take row buffers of {rows} rows in turn, "
-            f"{gib(row_buffer_bytes(shape.hidden, shape.ffn, rows))}"
+            f"layers of a shape take row buffers of {rows} rows in turn, {gib(buffers)}"
         )
         if not self.several:
             return text

@@ -37,6 +37,7 @@ from mok_megatron.limits import (
     max_tokens,
     row_buffer_bytes,
     row_capacity,
+    shared_buffer_bytes,
     tokens_fault,
 )
 
@@ -190,6 +191,7 @@ def share(
     size, settings = parts(shape, limits.tokens)[0], fingerprint(shape, limits)
     rows = buffer_rows(limits.rows, limits.tokens, shape.ep_size)
     buffers = row_buffer_bytes(shape.hidden, shape.ffn, rows)
+    buffers += shared_buffer_bytes(shape.hidden, shape.shared_ffn, limits.tokens)
     mine = peers.card(device, wanted=size + buffers, free=free_bytes(device), config=settings)
     try:
         cards = peers.meet(group, mine)

@@ -7,6 +7,7 @@
     merge.py         --merge: which rank of a failed run was first
     finding.py       what a check is, and what it finds
     software.py      checks of what is installed, and for which GPUs
+    sharing.py       checks of containers, hosts and NVLink domains that lie between ranks
     surroundings.py  checks of links, memory, limits, variables, and the trials
     judge.py         which backend, and all findings
     __main__.py      the command

@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     if sys.stderr.isatty():
         print("mok: asking torch, the driver and the GPUs (seconds) ...", file=sys.stderr)
     machine = gather(options.limit)
+    machine = dataclasses.replace(machine, expert_parallel=options.expert_model_parallel_size)
     backend, why = judged(options.backend, machine)
     findings = examine(machine, backend)
     can_run = not any(finding.level == "error" for finding in findings)
@@ -93,11 +94,30 @@ def render(machine: Machine, findings: list[Finding], backend: str, why: str, wi
                     break_long_words=False,
                     break_on_hyphens=False,
                 )
+    lines += peer_matrix(machine)
     count = Counter(finding.level for finding in findings)
     errors, warnings = count["error"], count["warning"]
     answer = f"cannot run the {backend} backend" if errors else f"can run the {backend} backend"
     lines += ["", f"This machine {answer}: {_many(errors, 'error')}, {_many(warnings, 'warning')}."]
     return "\n".join(lines)
+
+
+def peer_matrix(machine: Machine) -> list[str]:
+    """What the row's GPU can do with the memory of the column's, in lines; none for one GPU."""
+    count = len(machine.devices)
+    if count < 2:
+        return []
+    marks = {
+        (p.rank, p.peer): ("A" if p.atomics else "r") if p.access else "-" for p in machine.pairs
+    }
+    marks |= {(rank, rank): "." for rank in range(count)}
+    wide = len(str(count - 1)) + 1
+    lines = ["", "peer access, from the row's GPU to the column's memory:"]
+    for rank in range(-1, count):
+        cells = [str(p) if rank < 0 else marks.get((rank, p), "?") for p in range(count)]
+        head = "" if rank < 0 else str(rank)
+        lines.append(f"{head:>5} " + "".join(f"{cell:>{wide}}" for cell in cells))
+    return [*lines, "  A with atomics (NVLink)  r reads and writes only  - none  ? not known"]
 
 
 def _many(count: int, what: str) -> str:
@@ -117,6 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=BACKENDS,
         default="auto",
         help="which backend to judge the machine for; auto: cuda where a GPU is, else reference",
+    )
+    parser.add_argument(
+        "--expert-model-parallel-size",
+        type=_ranks,
+        metavar="N",
+        help="judge it for expert parallel groups of N ranks, each of which must lie on one host",
     )
     parser.add_argument(
         "--determinism",
@@ -140,6 +166,12 @@ def _parser() -> argparse.ArgumentParser:
         help="how long torch, the driver and the GPUs may each take to answer (default: 120)",
     )
     return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a number of ranks, 1 or more, got {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from mok_megatron.doctor.finding import REPORT, Check, Finding
 from mok_megatron.doctor.machine import Machine, words
+from mok_megatron.doctor.sharing import SHARING
 from mok_megatron.doctor.software import SOFTWARE
 from mok_megatron.doctor.surroundings import SURROUNDINGS
 
-CHECKS: Mapping[str, Check] = {**SOFTWARE, **SURROUNDINGS}  # in the order of the answer
+CHECKS: Mapping[str, Check] = {**SOFTWARE, **SHARING, **SURROUNDINGS}  # in the order of the answer
 _HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DEFAULT_TOOLKIT = "/usr/local/cuda"
+IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 # A probe never makes an NVLink multicast object: nothing in mok needs one.
 _PROBE_ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 _VARIABLES = (
@@ -35,15 +36,25 @@ _VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
     "CXX",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
     "MOK_CUDA",
     "MOK_MEGATRON_DISABLE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NNODES",
+    "SLURM_NTASKS_PER_NODE",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "WORLD_SIZE",
 )
 _CAP_SYS_PTRACE = 19
+# Of the namespaces that Linux starts with (proc_ns.h); a container's have other numbers.
+_FIRST_NAMESPACES = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 _FATBIN_MAGIC = 0xBA55ED50
 
 
@@ -56,6 +67,7 @@ class Device:
     memory_bytes: int
     multicast: bool = False
     mig: bool = False
+    nvlink_domain: str | None = None  # "cluster.clique", where NVLink goes beyond the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +142,11 @@ class Machine:
     take_descriptor_fault: str | None = None  # of pidfd_getfd between siblings
     ptrace_scope: int | None = None
     may_ptrace: bool = False  # CAP_SYS_PTRACE
+
+    expert_parallel: int | None = None  # ranks of a group, as asked for
+    own_namespaces: tuple[str, ...] | None = None  # pid, ipc: those that are not the host's
+    imex_channels: tuple[int, ...] = ()
+    imex_service: bool = False  # among the processes that are seen
 
 
 def gather(limit: float, root: Path = Path("/")) -> Machine:
@@ -303,6 +320,24 @@ def _look_at_limits(root: Path) -> dict[str, Any]:
     }
 
 
+def _look_at_sharing(root: Path) -> dict[str, Any]:
+    own: tuple[str, ...] | None = None
+    links = {name: root / "proc/self/ns" / name for name in _FIRST_NAMESPACES}
+    if all(link.is_symlink() for link in links.values()):
+        own = tuple(
+            name
+            for name, link in links.items()
+            if os.readlink(link) != f"{name}:[{_FIRST_NAMESPACES[name]}]"
+        )
+    names = [path.name for path in (root / IMEX_CHANNELS[1:]).glob("channel*")]
+    numbers = [name.removeprefix("channel") for name in names]
+    return {
+        "own_namespaces": own,
+        "imex_channels": sorted(int(number) for number in numbers if number.isdigit()),
+        "imex_service": any(_line(path) == "nvidia-imex" for path in root.glob("proc/[0-9]*/comm")),
+    }
+
+
 def _look_at_memory(root: Path) -> dict[str, Any]:
     """The least of what is free and what is left under the limits of the control groups."""
     left = []
@@ -352,6 +387,7 @@ _LOOKS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "packages": _look_at_packages,
     "devices": _look_at_devices,
     "limits": _look_at_limits,
+    "what lies between ranks": _look_at_sharing,
     "memory": _look_at_memory,
     "the CUDA library": _look_at_library,
     "the CUDA toolkit": _look_at_toolkit,

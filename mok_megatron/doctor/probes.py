@@ -132,12 +132,14 @@ def _device(cuda: Any, nvml: Any, device: int) -> dict[str, Any]:
     multicast = False
     with contextlib.suppress(RuntimeError):  # a driver older than the attribute
         multicast = bool(attribute(_MULTICAST_SUPPORTED))
+    by_bus = nvml and nvml.nvmlDeviceGetHandleByPciBusId_v2
     return {
         "name": text,
         "capability": [attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)],
         "memory_bytes": _out(cuda.cuDeviceTotalMem_v2, ctypes.c_size_t(), device),
         "multicast": multicast,
-        "mig": " MIG " in text or _mig(nvml, nvml and nvml.nvmlDeviceGetHandleByPciBusId_v2, bus),
+        "mig": " MIG " in text or _mig(nvml, by_bus, bus),
+        "nvlink_domain": _nvlink_domain(nvml, by_bus, bus),
     }
 
 
@@ -167,6 +169,31 @@ def _mig(nvml: Any, find: Any, which: Any) -> bool:
         return False
     asked = nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(now), ctypes.byref(pending))
     return asked == 0 and now.value == 1
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+def _nvlink_domain(nvml: Any, find: Any, which: Any) -> str | None:
+    """Where the GPU's NVLink goes beyond its host: cluster and clique, which its peers share."""
+    handle, info = ctypes.c_void_p(), _FabricInfo()
+    if nvml is None or find(which, ctypes.byref(handle)):
+        return None
+    try:
+        error = nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    except AttributeError:  # an NVML from before there were such domains
+        return None
+    if error or info.status or not any(info.cluster):
+        return None
+    return f"{bytes(info.cluster).hex()}.{info.clique}"
 
 
 # Processes.

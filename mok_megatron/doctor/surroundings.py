@@ -288,7 +288,12 @@ def _trials(m: Machine, backend: str) -> Found:
                 f"do not train on this machine; {REPORT}",
             )
         elif t.seconds > TRIAL_SECONDS:
-            yield "info", f"{told}, right but slow: is the machine busy?", ""
+            yield (
+                "warning",
+                f"{told}, right but slow: more than {TRIAL_SECONDS:g} s",
+                "end what else uses the CPUs and GPUs, and run it again; if it stays slow, look at "
+                "clocks and throttling (nvidia-smi -q -d PERFORMANCE)",
+            )
         else:
             yield "ok", told, ""
 

@@ -22,26 +22,37 @@ from mok_megatron.plan.estimate import (
     Direction,
     Step,
     direction,
-    expert_parallel,
     layer_of,
+    size_of_group,
     step,
 )
 from mok_megatron.plan.layer import BUDGET, Layer
 from mok_megatron.plan.machines import (
+    EXPOSED_SHARE,
     LINK_SHARE,
     MACHINES,
+    NETWORK_SHARE,
     RATES,
     RATES_SOURCE,
+    REST_TIMES,
     ROWS,
     ROWS_SOURCE,
     Machine,
 )
 from mok_megatron.plan.model import Model, PlanError, read, state_bytes
+from mok_megatron.plan.training import Iteration, Unformed, iteration
 
 RANKS = (1, 8, 64, 72)
+RUNS = (8, 64, 512, 4096)
+SHARES = {
+    "link share": LINK_SHARE,
+    "network share": NETWORK_SHARE,
+    "exposed, most": EXPOSED_SHARE,
+    "rest, most": REST_TIMES,
+}
 CAVEAT = """\
-A model, not a measurement: products and layers were measured on one H200, nothing on several GPUs,
-and nothing on another machine. There is no kernel for Blackwell yet."""
+A model, not a measurement: products, layers and an emulated wire were measured on one H200, nothing
+on several GPUs, and nothing on another machine. There is no kernel for Blackwell yet."""
 _EPILOG = f"""\
 {CAVEAT}
 
@@ -49,13 +60,18 @@ floor     what no kernel can beat: the largest of FLOPs, memory bytes and NVLink
           its rate
 expected  at what this project's products and layers reached; communication overlaps but for its
           ends
-exposed   what communication adds to that: when all but the ends overlaps .. when nothing does
-step      one micro-batch through the whole model, forward and backward; no pipeline bubble, no
-          reduction of gradients, no optimizer; what is not an MoE layer runs at the rate of a
-          large matrix product, which it does not reach: real steps are longer
+exposed   what communication adds to that: when all but the ends overlaps .. when as much stays as
+          with an emulated wire at most; of a rank with the mean number of rows. The busiest rank
+          sets the time: multiply by its rows over the mean
+step      one micro-batch through the whole model, forward and backward; what is not an MoE layer
+          runs at the rate of a large matrix product, which it does not reach: real steps are longer
+iteration all micro-batches of a global batch, the pipeline's bubble, what stays exposed of reducing
+          gradients (fp32) and gathering parameters (bf16), and the optimizer: all but the ends
+          overlaps and the rest of a layer runs at a matrix product's rate .. no reduction overlaps
+          and the rest takes as long as in the slower of two measured steps
 
-EP is the most ranks that can share the experts evenly, divide all ranks, and lie in one NVLink
-domain; the ranks beside it are data or pipeline parallel. Arguments of Megatron that a plan depends
+EP is the most ranks that can share the experts evenly, divide the ranks of a pipeline stage, and
+lie in one NVLink domain; DP counts all ranks of a stage. Arguments of Megatron that a plan depends
 on replace the file's, for example --micro-batch-size 2 or --pipeline-model-parallel-size 8.
 """
 
@@ -83,17 +99,23 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     """The command; `arguments` default to the command line's. Returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
+    machines = [MACHINES[name] for name in options.machines]
     try:
         model = read(options.config, _overrides(rest))
-        rows = plan(model, [MACHINES[name] for name in options.machines], options.ranks)
+        rows = plan(model, machines, options.ranks or list(RANKS))
+        runs = iterations(model, machines, options.ranks or RUNS)
         if options.png is not None:
-            chart.draw(options.png, model, [MACHINES[name] for name in options.machines], CAVEAT)
+            chart.draw(options.png, model, machines, runs, CAVEAT)
     except PlanError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(as_json(model, rows)) if options.json else render(model, rows))
+    print(json.dumps(as_json(model, rows, runs)) if options.json else render(model, rows, runs))
     if options.png is not None:
-        print(f"step time against expert parallel size is in {options.png}", file=sys.stderr)
+        print(
+            f"step time against expert parallel size, and what an iteration is made of, is in "
+            f"{options.png}",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -101,7 +123,7 @@ def plan(model: Model, machines: list[Machine], ranks: list[int]) -> list[Row]:
     rows = []
     for machine in machines:
         for count in ranks:
-            layer = layer_of(model, expert_parallel(model.num_experts, count, machine.domain.value))
+            layer = layer_of(model, size_of_group(model, count, machine))
             forward, backward = (direction(layer, machine, name) for name in DIRECTIONS)
             rows.append(
                 Row(
@@ -114,6 +136,20 @@ def plan(model: Model, machines: list[Machine], ranks: list[int]) -> list[Row]:
                 )
             )
     return rows
+
+
+def iterations(
+    model: Model, machines: list[Machine], ranks: Sequence[int]
+) -> dict[tuple[str, int], Iteration | str]:
+    """By machine and ranks: an iteration, or in words why so many ranks cannot run it."""
+    found: dict[tuple[str, int], Iteration | str] = {}
+    for machine in machines:
+        for count in ranks:
+            try:
+                found[machine.name, count] = iteration(model, machine, count)
+            except Unformed as why:
+                found[machine.name, count] = str(why)
+    return found
 
 
 def memory(model: Model, rows: list[Row]) -> list[dict[str, Any]]:
@@ -146,7 +182,9 @@ def memory(model: Model, rows: list[Row]) -> list[dict[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def as_json(model: Model, rows: list[Row]) -> dict[str, Any]:
+def as_json(
+    model: Model, rows: list[Row], runs: dict[tuple[str, int], Iteration | str]
+) -> dict[str, Any]:
     machines = {row.machine.name: row.machine for row in rows}
     return {
         "mok_megatron": __version__,
@@ -176,17 +214,26 @@ def as_json(model: Model, rows: list[Row]) -> dict[str, Any]:
             for row in rows
         ],
         "memory_bytes": memory(model, rows),
+        "iterations": [
+            {"machine": machine, "ranks": ranks}
+            | ({"impossible": run} if isinstance(run, str) else dataclasses.asdict(run))
+            for (machine, ranks), run in runs.items()
+        ],
         "inputs": {
             "rates_tflops": {"value": RATES, "kind": "measured", "source": RATES_SOURCE},
             "rows_ms_a_gb": {"value": ROWS, "kind": "measured", "source": ROWS_SOURCE},
-            "link_share": dataclasses.asdict(LINK_SHARE),
+            **{
+                name.replace(", ", "_").replace(" ", "_"): dataclasses.asdict(share)
+                for name, share in SHARES.items()
+            },
             **{name: dataclasses.asdict(machine) for name, machine in machines.items()},
         },
     }
 
 
-def render(model: Model, rows: list[Row]) -> str:
-    """The plan for a terminal: the model, a table of times, one of memory, one of inputs."""
+def render(model: Model, rows: list[Row], runs: dict[tuple[str, int], Iteration | str]) -> str:
+    """The plan for a terminal: the model, a table of times, one of memory, one of whole runs, one
+    of inputs."""
     parameters = f"{model.main().total / 1e9:.4g} billion parameters"
     layers = f"{sum(model.is_moe)} MoE layers"
     if model.mtp_layers:
@@ -228,10 +275,10 @@ One MoE layer on one rank (ms), and a step (ms); forward / backward"""
     }
     inputs = [("input", "value", "", "kind", "source")]
     inputs += [
-        (name, f"{i.value:.4g}", i.unit, i.kind, i.source)
-        for name, i in (every | {"link share": LINK_SHARE}).items()
+        (name, f"{i.value:.4g}", i.unit, i.kind, i.source) for name, i in (every | SHARES).items()
     ]
     inputs.append(("rates of passes", _span(), "TFLOP/s", "measured", RATES_SOURCE))
+    batch = f"{model.batch} sequences" if model.batch else "one micro-batch a rank"
     cost = f"{ROWS['forward']}, {ROWS['backward']}"
     inputs.append(("cost of rows", cost, "ms a GB", "measured", ROWS_SOURCE))
     return "\n".join(
@@ -245,9 +292,29 @@ One MoE layer on one rank (ms), and a step (ms); forward / backward"""
             "-: so many ranks cannot form it, try --pipeline-model-parallel-size",
             *_aligned(memories, left=(6,)),
             "",
+            f"An iteration of the whole run (ms), {batch}; exposed: of reduce and gather, at best;",
+            "-: so many ranks cannot run it, try --pipeline-model-parallel-size or "
+            "--global-batch-size",
+            *_aligned(_runs(runs), left=(0, 13)),
+            "",
             *_aligned(inputs, left=(0, 2, 3, 4)),
         ]
     )
+
+
+def _runs(runs: dict[tuple[str, int], Iteration | str]) -> list[tuple[str, ...]]:
+    names = "machine,ranks,PP,EP,DP,micro-batches,compute,bubble,reduce,gather,exposed,optimizer,"
+    table = [tuple((names + "iteration,tokens/s/GPU <=").split(","))]
+    for (machine, ranks), run in runs.items():
+        if isinstance(run, str):
+            table.append((machine, str(ranks), *11 * "-", run))
+            continue
+        sizes = run.pipeline, run.expert_parallel, run.data_parallel, run.micro_batches
+        times = run.compute, run.bubble, run.reduce, run.gather, run.exposed, run.optimizer
+        cells = [str(ranks), *map(str, sizes), *(f"{each:.0f}" for each in times)]
+        both = f"{run.best:.0f} .. {run.worst:.0f}"
+        table.append((machine, *cells, both, f"{run.tokens_per_s:.0f}"))
+    return table
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -320,9 +387,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks",
         type=_counts,
-        default=list(RANKS),
         metavar="N,N",
-        help=f"numbers of GPUs (default: {','.join(map(str, RANKS))})",
+        help=f"numbers of GPUs (default: {','.join(map(str, RANKS))}; of whole runs "
+        f"{','.join(map(str, RUNS))})",
     )
     parser.add_argument(
         "--machines",
@@ -333,7 +400,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw step time against expert parallel size"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draw step time against expert parallel size, and what an iteration is made of",
     )
     return parser
 

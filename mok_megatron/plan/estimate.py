@@ -6,10 +6,13 @@ compute    max(sum over passes of FLOPs / the pass's measured rate + routed rows
            its rates times the ratio of their matrix rates, and its cost of rows by that of memory
 wire       wire bytes / (link rate x LINK_SHARE)
 exposed    what wire adds to compute. At best everything but the ends overlaps: the rows that the
-           first wave of tiles waits for, and the results of the last one. At worst nothing does.
+           first wave of tiles waits for, and the results of the last one. At worst EXPOSED_SHARE of
+           the shorter of the two stays too, the most that an emulated wire left. Both are of a rank
+           whose share of rows is balanced: the busiest rank sets a layer's time, so multiply by its
+           rows over the mean (mok's TensorBoard scalar of a run has that ratio).
 step       forward and backward of all layers of the model on one micro-batch: MoE layers at best
-           overlap; the rest at the matrix rate, which is a floor. No pipeline bubble, no reduction
-           of gradients, no optimizer.
+           overlap; the rest at the matrix rate, which is a floor. training.py adds what lies
+           between micro-batches.
 
 For more than one rank this is a model and no measurement.
 """
@@ -21,7 +24,7 @@ from math import ceil, log2
 
 from mok_megatron.limits import ROW_TILE
 from mok_megatron.plan.layer import Layer
-from mok_megatron.plan.machines import LINK_SHARE, MACHINES, RATES, ROWS, Machine
+from mok_megatron.plan.machines import EXPOSED_SHARE, LINK_SHARE, MACHINES, RATES, ROWS, Machine
 from mok_megatron.plan.model import Model
 
 COLUMN_TILE = 256
@@ -65,6 +68,13 @@ def expert_parallel(num_experts: int, ranks: int, domain: float) -> int:
     return next(p for p in range(limit, 0, -1) if num_experts % p == 0 and ranks % p == 0)
 
 
+def size_of_group(model: Model, ranks: int, machine: Machine) -> int:
+    """Expert parallel size of a run on so many ranks: inside a pipeline stage, where they form the
+    file's pipeline."""
+    of_a_stage = ranks if ranks % model.pipeline else ranks // model.pipeline
+    return expert_parallel(model.num_experts, of_a_stage, machine.domain.value)
+
+
 def direction(layer: Layer, machine: Machine, name: str) -> Direction:
     """`name`: forward or backward."""
     forward = name == "forward"
@@ -87,6 +97,8 @@ def direction(layer: Layer, machine: Machine, name: str) -> Direction:
     compute = max(products + rows, floors["memory"])
     wire = floors["wire"] / LINK_SHARE.value
     ends = min(wire, _ends(layer, machine))
+    best = max(compute, wire - ends) + ends
+    worst = max(best, max(compute, wire) + EXPOSED_SHARE.value * min(compute, wire))
     return Direction(
         floor=1e3 * floors[bound],
         matrix_floor=1e3 * floors["matrix"],
@@ -95,8 +107,8 @@ def direction(layer: Layer, machine: Machine, name: str) -> Direction:
         bound=bound,
         compute=1e3 * compute,
         wire=1e3 * wire,
-        best=1e3 * (max(compute, wire - ends) + ends),
-        worst=1e3 * (compute + wire),
+        best=1e3 * best,
+        worst=1e3 * worst,
     )
 
 

@@ -17,6 +17,7 @@ from mok_megatron.limits import (
     most_rows,
     row_buffer_bytes,
     row_capacity,
+    shared_buffer_bytes,
     symmetric_bytes,
 )
 
@@ -145,10 +146,11 @@ class Layer:
         return row_capacity(self.tokens, self.top_k, self.ranks, self.local_experts, BUDGET)
 
     def workspace_bytes(self) -> int:
-        """Scratch that all layers of this shape share: row buffers x, dy [R, H], a [R, F],
-        dg|du [R, 2F]; of several ranks also what peers read and write (csrc/workspace.h)."""
+        """Scratch that all layers of this shape share: a backward's row buffers and the shared
+        expert's (limits.py); of several ranks also what peers read and write (csrc/workspace.h)."""
         held = buffer_rows(self.capacity(), self.tokens, self.ranks)
         rows = row_buffer_bytes(self.hidden, self.ffn, held)
+        rows += shared_buffer_bytes(self.hidden, self.shared_ffn, self.tokens)
         if self.ranks == 1:
             return rows
         return rows + symmetric_bytes(self.ranks, self.tokens, self.top_k, self.hidden)

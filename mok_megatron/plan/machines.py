@@ -44,17 +44,39 @@ class Input:
 LINK_SHARE = Input(
     value=0.8, unit="of the link", kind="assumed", source="rows of a few KB; no link was measured"
 )
+NETWORK_SHARE = Input(
+    value=0.8, unit="of the network", kind="assumed", source="large messages; none was measured"
+)
+REST_TIMES = Input(
+    value=3.3,
+    unit="x the floor",
+    kind="measured",
+    source="scripts/results/throughput.jsonl: two steps on one H200, less MoE layers and optimizer "
+    "as they are here, took 2.1 and 3.3 times as long as at the matrix rate",
+)
+# Of a direction's wire time, or of its products' where those are shorter, the most that was not
+# hidden: what is "worst" here. A test compares it with the medians of WIRE_COMMIT.
+WIRE_COMMIT = "94573e6"
+EXPOSED_SHARE = Input(
+    value=0.22,
+    unit="of the wire",
+    kind="measured",
+    source="scripts/results/wire.jsonl: a wire of 360 GB/s emulated on one H200, three models at "
+    f"EP 4 and 8, the largest of {WIRE_COMMIT}",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """A GPU and the NVLink domain around it. `link`: one direction. `domain`: GPUs that reach each
-    other's memory over NVLink, the limit of expert parallelism here."""
+    other's memory over NVLink, the limit of expert parallelism here. `network`: one direction, of a
+    GPU's own card."""
 
     name: str
     matrix: Input
     memory: Input
     link: Input
+    network: Input
     capacity: Input
     domain: Input
     processors: Input
@@ -68,10 +90,14 @@ _H200_MATRIX = Input(
     value=790,
     unit="TFLOP/s",
     kind="measured",
-    source="cuBLAS bf16 8192 x 8192 x 8192 on random data, 2026-12-01; 769 to 798 were seen",
+    source="cuBLAS bf16 8192 x 8192 x 8192 on random data, 769 to 798; dense products in "
+    "scripts/results/passes.jsonl: up to 800",
 )
 _H200_MEMORY = Input(
-    value=4.3, unit="TB/s", kind="measured", source="reading and writing memory, 2026-12-01"
+    value=4.3,
+    unit="TB/s",
+    kind="measured",
+    source="reading and writing memory; in-place adds in scripts/results/passes.jsonl: up to 4.23",
 )
 
 
@@ -96,6 +122,7 @@ def _machine(
     bf16: float = _BF16,
     hbm: float = _HBM,
     link: float = 450,
+    network: float = 50,
     domain: float = 8,
     processors: float = 132,
 ) -> Machine:
@@ -106,6 +133,9 @@ def _machine(
         matrix=_H200_MATRIX if own else _derived(bf16, _H200_MATRIX, _BF16),
         memory=_H200_MEMORY if own else _derived(hbm, _H200_MEMORY, _HBM),
         link=_sheet(link, "GB/s", f"{sheet}: NVLink, one direction"),
+        network=_sheet(
+            network, "GB/s", f"{sheet}: a card of {8 * network:g} Gb/s a GPU, one direction"
+        ),
         capacity=_sheet(capacity, "GB", sheet),
         domain=_sheet(domain, "GPUs", f"{sheet}: one NVLink domain"),
         processors=Input(
@@ -124,6 +154,6 @@ MACHINES = {
         _machine("H100", "H100 SXM", hbm=3.35, capacity=80),
         _machine("H200", "H200 SXM", capacity=141),
         _machine("GB200", "GB200 NVL72", **_BLACKWELL, capacity=186),
-        _machine("GB300", "GB300 NVL72", **_BLACKWELL, capacity=288),
+        _machine("GB300", "GB300 NVL72", **_BLACKWELL, network=100, capacity=288),
     )
 }

@@ -19,6 +19,7 @@ _DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "context-parallel-size": 1,
     "ffn-hidden-size": None,
+    "global-batch-size": None,
     "group-query-attention": False,
     "hidden-size": None,
     "kv-channels": None,
@@ -38,6 +39,8 @@ _DEFAULTS: dict[str, Any] = {
     "num-experts": None,
     "num-layers": None,
     "num-query-groups": 1,
+    "overlap-grad-reduce": False,
+    "overlap-param-gather": False,
     "padded-vocab-size": None,
     "pipeline-model-parallel-layout": None,
     "pipeline-model-parallel-size": 1,
@@ -60,7 +63,8 @@ _NEEDED = (
     "num-layers",
     "seq-length",
 )
-_NO_NUMBER = ("moe-layer-freq", "pipeline-model-parallel-layout")
+_FLAGS = ("overlap-grad-reduce", "overlap-param-gather")
+_NO_NUMBER = ("moe-layer-freq", "pipeline-model-parallel-layout", *_FLAGS)
 # Arguments that would change the counts in ways that are not counted here.
 _UNCOUNTED = (
     "add-qkv-bias",
@@ -94,12 +98,28 @@ class Count:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of a pipeline rank: MoE layers, and forward FLOPs of a token for everything else."""
+
+    moe_layers: int = 0
+    rest_flops: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            moe_layers=self.moe_layers + other.moe_layers,
+            rest_flops=self.rest_flops + other.rest_flops,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """name: of the file. is_moe: one entry a decoder layer. stages: Megatron's layout letters, one
     string a stage in pipeline order: E embedding, t a decoder layer, m an MTP layer, L the loss.
 
     attention: parameters of one layer's attention. score_flops: of q·k and scores·v for one token
-    whose predecessors are half a sequence, forward.
+    whose predecessors are half a sequence, forward. sequences, tokens: of a micro-batch, the tokens
+    those of one rank. batch: sequences between two optimizer steps, 0 for one micro-batch a rank.
+    overlap_reduce, overlap_gather: of gradients and parameters, as Megatron's flags ask for it.
     """
 
     name: str
@@ -119,6 +139,11 @@ class Model:
     attention: int
     score_flops: int
     tokens: int
+    sequences: int
+    batch: int
+    context_parallel: int
+    overlap_reduce: bool
+    overlap_gather: bool
     pipeline: int
     stages: tuple[str, ...]
 
@@ -174,16 +199,33 @@ class Model:
                     counts[rank] += Count(dense=table)
         return counts
 
+    def work_of_pipeline(self) -> list[Work]:
+        """What each pipeline rank computes: of a layer that is not its experts and router, twice
+        the parameters of each product, and attention's scores; the loss has every output."""
+
+        def layer(moe: bool) -> Work:
+            dense = 0 if moe else 3 * self.hidden * self.dense_ffn
+            flops = 2 * (self.attention + dense) + self.score_flops
+            return Work(moe_layers=int(moe), rest_flops=flops)
+
+        works = [Work() for _ in range(self.pipeline)]
+        layers = iter(self.is_moe)
+        outputs = 2 * (1 + self.mtp_layers) * self.vocabulary * self.hidden
+        for index, stage in enumerate(self.stages):
+            for letter in stage:
+                work = Work()
+                if letter == "t":
+                    work = layer(next(layers))
+                elif letter == "m":
+                    work = layer(self.is_moe[-1]) + Work(rest_flops=4 * self.hidden**2)
+                elif letter == "L":
+                    work = Work(rest_flops=outputs)
+                works[index % self.pipeline] += work
+        return works
+
     def rest_flops(self) -> int:
-        """Forward, one token, of everything that is not an MoE layer's experts and router: twice
-        the parameters of each product, and attention's scores."""
-        layers = len(self.is_moe) + self.mtp_layers
-        moe = self.moe_layers
-        heads = (1 + self.mtp_layers) * self.vocabulary * self.hidden
-        dense = 3 * self.hidden * self.dense_ffn * (layers - moe)
-        projections = self.mtp_layers * 2 * self.hidden**2
-        products = layers * self.attention + dense + heads + projections
-        return 2 * products + layers * self.score_flops
+        """Forward, one token, of everything that is not an MoE layer's experts and router."""
+        return sum(work.rest_flops for work in self.work_of_pipeline())
 
     @property
     def moe_layers(self) -> int:
@@ -241,7 +283,9 @@ def _model(name: str, given: dict[str, Any]) -> Model:
         if a[key] is None:
             raise PlanError(f"mok: a plan needs --{key}, got none; add it to the file")
     number = {key: _number(key, a[key]) for key in a if key not in _NO_NUMBER}
-    for key in (*_NEEDED, "context-parallel-size", "pipeline-model-parallel-size"):
+    positive = [*_NEEDED, "context-parallel-size", "pipeline-model-parallel-size"]
+    positive += ["global-batch-size"] if a["global-batch-size"] is not None else []
+    for key in positive:
         if number[key] < 1:
             raise PlanError(f"mok: --{key} must be at least 1, got {a[key]}; correct it")
     for key, wanted in (("bf16", "true"), ("swiglu", "true"), ("tensor-model-parallel-size", "1")):
@@ -283,6 +327,11 @@ def _model(name: str, given: dict[str, Any]) -> Model:
         attention=attention,
         score_flops=2 * number["seq-length"] // 2 * heads * head_sizes,
         tokens=tokens // number["context-parallel-size"],
+        sequences=number["micro-batch-size"],
+        batch=number["global-batch-size"],
+        context_parallel=number["context-parallel-size"],
+        overlap_reduce=_flag(a["overlap-grad-reduce"]),
+        overlap_gather=_flag(a["overlap-param-gather"]),
         pipeline=number["pipeline-model-parallel-size"],
         stages=_stages(
             a["pipeline-model-parallel-layout"],
@@ -312,6 +361,11 @@ def _number(key: str, value: Any) -> int:
         return int(value or 0)
     except (TypeError, ValueError):
         raise PlanError(f"mok: --{key} must be a whole number, got {value!r}; correct it") from None
+
+
+def _flag(value: Any) -> bool:
+    """Of a file or of the command line."""
+    return str(value).lower() == "true"
 
 
 def _attention(

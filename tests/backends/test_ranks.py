@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def test_memory_of_one_rank() -> None:
     said = Ranks(replace(SHAPE, ep_size=1), None, CPU).memory(16)
-    kept, buffers = 1024 * (4 * 64 + 8) + 4 * 32, 2 * 1024 * (2 * 64 + 3 * 64)
+    kept, buffers = 1024 * (4 * 64 + 8) + 4 * 32, 1024 * (2 * (3 * 64 + 3 * 64) + 4 * 64 // 32)
     assert f"({kept} bytes) of each forward of 16 tokens" in said
     assert f"1024 rows in turn, 0.00 GiB ({buffers} bytes)" in said
     assert "workspace" not in said

@@ -53,6 +53,7 @@ HEALTHY = Machine(
     host_bytes=100 * GIB,
     shm_bytes=64 * GIB,
     take_descriptor_fault="",
+    own_namespaces=(),
 )
 # No GPU, no driver: what a laptop or a CI machine looks like.
 CPU_ONLY = replace(

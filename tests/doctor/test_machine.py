@@ -123,6 +123,16 @@ def test_the_built_library_is_read_as_cuobjdump_reads_it() -> None:
     assert set(arches(path.read_bytes())) == names
 
 
+def test_where_nothing_is_to_be_read_nothing_is_known(tmp_path: pathlib.Path) -> None:
+    machine = gather(0.001, tmp_path)
+    assert (machine.own_namespaces, machine.imex_channels, machine.imex_service) == (
+        None,
+        (),
+        False,
+    )
+    assert not [step for step in machine.faults if step.startswith("looking at")]
+
+
 def test_limits_are_read_from_the_files_of_a_container(tmp_path: pathlib.Path) -> None:
     files = {
         "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   8388608 kB\n",
@@ -137,15 +147,25 @@ def test_limits_are_read_from_the_files_of_a_container(tmp_path: pathlib.Path) -
         "dev/nvidia0": "",
         "dev/nvidiactl": "",
         "dev/infiniband/uverbs0": "",
+        "dev/nvidia-caps-imex-channels/channel0": "",
+        "dev/nvidia-caps-imex-channels/channel12": "",
+        "proc/1/comm": "systemd\n",
+        "proc/77/comm": "nvidia-imex\n",
     }
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    spaces = tmp_path / "proc/self/ns"
+    spaces.mkdir()
+    for name, number in {"pid": 4026532000, "ipc": 4026531839}.items():
+        (spaces / name).symlink_to(f"{name}:[{number}]")
     machine = gather(0.001, tmp_path)  # and no probe has the time to say anything
     assert machine.host_bytes == 2 * GIB
     assert (machine.ptrace_scope, machine.may_ptrace) == (2, True)
     assert (machine.pci_gpus, machine.device_nodes, machine.infiniband) == (1, 1, True)
     assert machine.shm_bytes is None
+    assert (machine.imex_channels, machine.imex_service) == ((0, 12), True)
+    assert machine.own_namespaces == ("pid",)
     assert "no answer within 0.001 s" in machine.faults["starting the driver probe"]
     assert machine.python == sys.version_info[:2]

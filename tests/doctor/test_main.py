@@ -14,7 +14,7 @@ import torch
 
 from mok_megatron.doctor import __main__ as command
 from mok_megatron.doctor.judge import CHECKS, examine
-from tests.doctor.machines import CPU_ONLY, HEALTHY, RANK, first
+from tests.doctor.machines import CPU_ONLY, H200, HEALTHY, PAIRS, RANK, first
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -52,17 +52,51 @@ def test_the_command_answers_and_exits_as_it_finds(
     assert "can run the cuda backend: no errors, no warnings." in capsys.readouterr().out
 
 
+def test_a_group_that_does_not_fit_the_host_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "gather", lambda limit: HEALTHY)
+    assert command.main(["--expert-model-parallel-size", "2"]) == 0
+    assert "groups of 2 ranks lie on one host of 2" in capsys.readouterr().out
+    assert command.main(["--expert-model-parallel-size", "4", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert [f["name"] for f in answer["findings"] if f["level"] == "error"] == ["hosts"]
+
+
+def test_the_matrix_shows_every_pair() -> None:
+    machine = replace(HEALTHY, devices=3 * (H200,), pairs=(replace(PAIRS[0], peer=2), *PAIRS))
+    closed = replace(PAIRS[1], rank=2, access=False)
+    plain = replace(PAIRS[1], rank=2, peer=1, atomics=False)
+    text = command.render(replace(machine, pairs=(*machine.pairs, closed, plain)), [], "", "", 80)
+    table = text[text.index("peer access") :].splitlines()[1:5]
+    assert [line.split() for line in table] == [
+        ["0", "1", "2"],
+        ["0", ".", "A", "A"],
+        ["1", "A", ".", "?"],
+        ["2", "-", "r", "."],
+    ]
+    assert len({len(line) for line in table}) == 1
+    assert command.peer_matrix(CPU_ONLY) == command.peer_matrix(replace(HEALTHY, devices=(H200,)))
+
+
 def test_lines_are_aligned_and_fit() -> None:
     machine = replace(HEALTHY, **first(mig=True))
     text = command.render(machine, examine(machine, "cuda"), "cuda", "asked for", 80)
     assert max(map(len, text.splitlines())) <= 80
-    body = text.splitlines()[2:-2]
+    body = text[: text.index("\n\npeer access")].splitlines()[2:]
     assert {line[:9].strip() for line in body} <= {*RANK, ""}
     assert all(line[28] == " " and line[29] != " " for line in body if line[0] != " ")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--backend", "tpu"], ["--limit", "-1"], ["--limit", "soon"], ["more"]]
+    "arguments",
+    [
+        ["--backend", "tpu"],
+        ["--limit", "-1"],
+        ["--limit", "soon"],
+        ["--expert-model-parallel-size", "0"],
+        ["more"],
+    ],
 )
 def test_wrong_usage_is_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -8,6 +8,7 @@ import itertools
 import json
 from typing import Any
 
+import pytest
 import torch
 
 from mok_megatron.doctor import probes
@@ -109,6 +110,7 @@ def test_the_driver_is_read_as_it_answers() -> None:
             "memory_bytes": 80 * GIB,
             "multicast": False,
             "mig": False,
+            "nvlink_domain": None,
         }
     ]
     assert [(p["rank"], p["peer"], p["access"], p["atomics"]) for p in facts["pairs"]] == [
@@ -128,6 +130,29 @@ def test_the_driver_refuses_hides_or_is_not_there() -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     assert _asked(absent) == ({"driver": False}, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "cluster", "domain"),
+    [
+        pytest.param(0, b"\x0a" + bytes(14) + b"\x01", f"0a{28 * '0'}01.5", id="NVL72"),
+        pytest.param(0, bytes(16), None, id="one host"),
+        pytest.param(3, b"\x0a" * 16, None, id="not supported"),
+    ],
+)
+def test_a_domain_is_read_where_nvlink_goes_beyond_the_host(
+    error: int, cluster: bytes, domain: str | None
+) -> None:
+    driver = Driver()
+
+    def fabric(handle: Any, out: Any) -> int:
+        out._obj.cluster[:], out._obj.clique, out._obj.state = cluster, 5, 3
+        return error
+
+    driver.nvmlDeviceGetGpuFabricInfo = fabric  # type: ignore[attr-defined]
+    facts, faults = _asked(driver)
+    assert not faults
+    assert [device["nvlink_domain"] for device in facts["devices"]] == [domain, domain]
 
 
 def test_a_driver_that_fails_half_way_leaves_what_was_known() -> None:

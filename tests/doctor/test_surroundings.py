@@ -150,6 +150,14 @@ ENVIRONMENTS = [
         remedy="probes",
     ),
     Broken(
+        id="self-test slow",
+        changes={"self_tests": (*TESTS[:2], replace(TESTS[2], seconds=2.5))},
+        name="self-test",
+        level="warning",
+        cause="cuda on cuda:1: error 1e-06 in 2.5 s, right but slow: more than 2 s",
+        remedy="throttling",
+    ),
+    Broken(
         id="driver hangs",
         changes={"faults": {"calling cuInit": "no answer within 120 s"}},
         name="probes",

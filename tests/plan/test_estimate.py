@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -11,7 +12,17 @@ import pytest
 
 from mok_megatron.plan.estimate import direction, expert_parallel, rate, step
 from mok_megatron.plan.layer import Layer
-from mok_megatron.plan.machines import LAYERS_COMMIT, LINK_SHARE, MACHINES, RATES, ROWS
+from mok_megatron.plan.machines import (
+    EXPOSED_SHARE,
+    LAYERS_COMMIT,
+    LINK_SHARE,
+    MACHINES,
+    NETWORK_SHARE,
+    RATES,
+    REST_TIMES,
+    ROWS,
+    WIRE_COMMIT,
+)
 from mok_megatron.plan.model import read
 from tests.plan.test_layer import sized
 
@@ -109,13 +120,48 @@ def test_expected_times_by_hand() -> None:
     # 132 tiles: 11 row tiles of 12 column tiles wait for 1408 rows; 132 results of 128 x 256.
     ends = 7 / 8 * 2 * (11 * 128 * 4096 + 132 * 128 * 256) / (450e9 * 0.8)
     assert found.best == pytest.approx(found.compute + 1e3 * ends)
-    assert found.worst == pytest.approx(found.compute + found.wire)
+    assert found.wire < found.compute
+    assert found.worst == pytest.approx(found.compute + EXPOSED_SHARE.value * found.wire)
+
+
+def test_the_most_that_an_emulated_wire_left_exposed() -> None:
+    """By model, ranks and direction the median of what was measured; and each lies in the range."""
+    lines = map(json.loads, (ROOT / "scripts/results/wire.jsonl").read_text().splitlines())
+    seen = defaultdict(list)
+    for line in lines:
+        if line["commit"].startswith(WIRE_COMMIT):
+            for name in ("forward", "backward"):
+                rate = line["rates"]["360"]
+                wire, free = rate[f"{name}_wire_ms"], line[f"{name}_ms"]
+                assert wire < free
+                exposed = rate[f"{name}_exposed"]
+                assert exposed < EXPOSED_SHARE.value * wire / free
+                seen[line["model"], line["ranks"], name].append(exposed * free / wire)
+    assert len(seen) == 8
+    largest = max(map(statistics.median, seen.values()))
+    assert largest == pytest.approx(EXPOSED_SHARE.value, abs=0.015)
+
+
+def test_rates_of_one_h200_are_near_what_results_hold() -> None:
+    lines = (ROOT / "scripts/results/passes.jsonl").read_text().splitlines()
+    dense, added = [], []
+    for line in map(json.loads, lines):
+        dense.append(line["results"]["cublas"]["tflops"])
+        if line["pass"].endswith("+32") and "add" in line["results"]:
+            sizes = line["experts"] * line["hidden"] * line["width"]
+            moved = 8 * sizes * (2 if line["pass"].startswith("w1") else 1)
+            added.append(moved / line["results"]["add"]["ms"] / 1e9)
+    assert round(max(dense)) == 800
+    assert round(max(added), 2) == 4.23
+    assert H200.matrix.value == pytest.approx(max(dense), rel=0.02)
+    assert H200.memory.value == pytest.approx(max(added), rel=0.02)
 
 
 def test_where_the_wire_is_longer_it_is_the_time() -> None:
     found = direction(sized("qwen30", 8192, 8, ffn=256), H200, "forward")
     assert found.wire > found.compute
     assert found.best == pytest.approx(found.wire)
+    assert found.worst == pytest.approx(found.wire + EXPOSED_SHARE.value * found.compute)
 
 
 def test_one_rank_communicates_nothing() -> None:
@@ -149,7 +195,12 @@ def test_every_input_says_where_it_comes_from() -> None:
             assert value.kind in ("measured", "datasheet", "derived", "assumed")
             assert value.kind != "measured" or name == "h200"
             assert value.kind != "assumed" or key == "processors"
-    assert LINK_SHARE.kind == "assumed"
+    assert LINK_SHARE.kind == NETWORK_SHARE.kind == "assumed"
+    for measured in (EXPOSED_SHARE, REST_TIMES, H200.matrix, H200.memory):
+        file = re.search(r"scripts/results/\w+\.jsonl", measured.source)
+        assert measured.kind == "measured"
+        assert file
+        assert (ROOT / file[0]).is_file()
     assert MACHINES["gb200"].matrix.value == pytest.approx(2500 * 790 / 989)
     assert MACHINES["h100"].memory.value == pytest.approx(3.35 * 4.3 / 4.8)
 

@@ -104,13 +104,16 @@ def test_a_shared_expert_by_hand() -> None:
 def test_memory_by_hand() -> None:
     """25 rows of budget and 127 of padding for two experts: 279, so 2 row tiles, 256 rows."""
     assert TINY.capacity() == 256
-    row_buffers = 256 * 2 * (4 + 4 + 3 + 6)
+    row_buffers = 256 * 2 * (4 + 4 + 4 + 3 + 6)
     twice = (512, 512, 512, 512, 512)  # starts, ids, probabilities, x, dy: less than 512 bytes each
     symmetric = 512 + 2 * sum(twice) + 512 + 512  # control, arrivals, rows at home
     assert TINY.workspace_bytes() == row_buffers + symmetric
     assert TINY.context_bytes() == 256 * (2 * 6 + 4 + 4) + 4 * 20
     alone = Layer(**{**vars(TINY), "ranks": 1, "shared_ffn": 5})
-    assert alone.workspace_bytes() == alone.capacity() * 2 * 17
+    shared_buffers = 10 * 2 * (4 + 5 + 10)
+    assert alone.workspace_bytes() == alone.capacity() * 2 * 21 + shared_buffers
+    wide = Layer(**{**vars(TINY), "ranks": 1, "ffn": 64})
+    assert wide.workspace_bytes() == wide.capacity() * (2 * (12 + 3 * 64) + 4 * 2)
     assert alone.context_bytes() == alone.capacity() * 20 + 10 * 2 * 10 + 80
 
 

@@ -22,14 +22,21 @@ def test_the_table_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert CAVEAT in out
     assert "30.53 billion parameters" in out
     lines = [line.split() for line in out.splitlines()]
-    found = [(line[0], line[1], line[2]) for line in lines if line and line[0] in MACHINES]
-    assert [each for each in found if each[1].isdigit()] == [
+    found = [tuple(line[:3]) for line in lines if line and line[0] in MACHINES]
+    found = [each for each in found if each[1].isdigit()]
+    assert found[:16] == [
         (machine, ranks, ep)
         for machine in MACHINES
         for ranks, ep in zip(
             ("1", "8", "64", "72"), ("1", "8", "8" if machine[0] == "H" else "64", "8"), strict=True
         )
     ]
+    assert found[16:] == [
+        (machine, ranks, "-" if ranks == "4096" else "1")
+        for machine in MACHINES
+        for ranks in ("8", "64", "512", "4096")
+    ]
+    assert "a batch of 1024 is no multiple of 4096 replicas x 1" in out
     assert "measured" in out
     assert "datasheet" in out
 
@@ -57,6 +64,9 @@ def test_json_has_the_same_and_the_inputs(capsys: pytest.CaptureFixture[str]) ->
     assert round(eight["state"] / 1e9) == 77
     assert round(many["state"] / 1e9) == 32
     assert eight["fits"] == ["H200"]
+    assert [run["micro_batches"] for run in answer["iterations"]] == [128, 2]
+    assert answer["inputs"]["network_share"]["kind"] == "assumed"
+    assert "throughput.jsonl" in answer["inputs"]["rest_most"]["source"]
 
 
 def test_an_override_replaces_the_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,5 +157,5 @@ def test_help_explains_every_column(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert exit_.value.code == 0
     out = capsys.readouterr().out
-    for word in ("floor", "expected", "exposed", "step", "EP", "not a measurement"):
+    for word in ("floor", "expected", "exposed", "step", "iteration", "EP", "not a measurement"):
         assert word in out

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mok_megatron.plan.model import Count, PlanError, read, state_bytes
+from mok_megatron.plan.model import Count, PlanError, Work, read, state_bytes
 
 SMALL: dict[str, Any] = {
     "bf16": True,
@@ -114,6 +114,28 @@ def test_rest_of_the_model_by_hand(config: Any) -> None:
     assert model.rest_flops() == 2 * products + 4 * 100 * 2 * (5 + 5)
 
 
+def test_work_of_a_pipeline_by_hand(config: Any) -> None:
+    layout = {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}
+    layout["pipeline_model_parallel_layout"] = "Et|(t|)*2t|m|L"
+    model = read(config(**layout))
+    scores = 100 * 2 * (5 + 5)
+    first, second = model.work_of_pipeline()
+    mtp = 2 * (ATTENTION + 2 * 10 * 10) + scores
+    assert first == Work(
+        moe_layers=2, rest_flops=2 * (2 * ATTENTION + 3 * 10 * 30) + 2 * scores + mtp
+    )
+    assert second == Work(moe_layers=2, rest_flops=2 * (2 * ATTENTION + 2 * TABLE) + 2 * scores)
+    assert first.moe_layers + second.moe_layers == model.moe_layers
+
+
+def test_a_batch_and_what_overlaps(config: Any) -> None:
+    plain = read(config())
+    assert (plain.batch, plain.sequences, plain.overlap_reduce) == (0, 3, False)
+    found = read(config(global_batch_size=24, overlap_grad_reduce=True), {"micro-batch-size": "2"})
+    assert (found.batch, found.sequences, found.overlap_reduce) == (24, 2, True)
+    assert read(config(), {"overlap-param-gather": True}).overlap_gather
+
+
 def test_defaults_are_megatrons(config: Any) -> None:
     model = read(
         config(ffn_hidden_size="absent", padded_vocab_size="absent", vocab_size=257),
@@ -144,6 +166,7 @@ def test_defaults_are_megatrons(config: Any) -> None:
             "got 1 of 3 groups of 8 experts",
         ),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_topk": 3}, "3 of 2"),
+        ({"global_batch_size": 0}, "mok: --global-batch-size must be at least 1, got 0"),
         ({"seq_length": 0}, "mok: --seq-length must be at least 1, got 0; correct it"),
     ],
 )

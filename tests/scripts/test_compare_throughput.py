@@ -65,6 +65,7 @@ def runs(tmp_path: Path) -> dict[str, Path]:
 def line(runs: dict[str, Path]) -> dict[str, Any]:
     return {
         "name": "model",
+        "train_iters": 4,
         "device": "a GPU",
         "versions": {"torch": "2"},
         "commit": "0123456789abcdef",
@@ -105,6 +106,12 @@ def test_long_curves_are_thinned_and_keep_their_end() -> None:
     assert compare_throughput._thinned([1.0, 2.0]) == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 99, 100, 101, 250, 1001])
+def test_what_was_thinned_is_drawn_where_it_was(count: int) -> None:
+    thin = compare_throughput._thinned([float(i) for i in range(1, count + 1)])
+    assert list(compare_throughput._iterations(thin, count)) == thin
+
+
 def test_the_table_says_all_of_it(runs: dict[str, Path]) -> None:
     said = compare_throughput.table(line(runs)).splitlines()
     assert said[0] == "model, on a GPU"
@@ -117,7 +124,8 @@ def test_the_table_says_all_of_it(runs: dict[str, Path]) -> None:
 
 def test_the_picture_is_drawn(runs: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert compare_throughput.plot(tmp_path / "p.png", line(runs), runs) is None
+    recorded = json.loads(json.dumps(line(runs)))  # no run's folder is needed
+    assert compare_throughput.plot(tmp_path / "p.png", recorded) is None
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -45,6 +45,7 @@ def _line(name: str, **more: Any) -> dict[str, Any]:
             "megatron": {"times_mok": 1.5},
             "megatron-cutlass": {"times_mok": 1.25},
         },
+        "device": "NVIDIA H200, 132 SMs",
         "date": "2026-01-02",
         "commit": "0123456789abcdef",
         **more,
@@ -55,9 +56,30 @@ def test_a_layer_is_one_row_with_the_faster_of_megatrons_paths() -> None:
     *_, row = readme_tables.layers([_line("qwen/16")])
     assert row == (
         "| qwen, 16 experts + shared, zipf | 64 | fp32 += | 1.00 + 2.00 | 500 | 0.90 | 1.25x | - "
-        "| - | 2026-01-02 | `012345678` |"
+        "| - | NVIDIA H200 | 2026-01-02 | `012345678` |"
     )
     assert readme_tables.layers([_line("x", arms={"sonic": {}})]) == []
+
+
+def test_a_flag_is_named_once_with_all_its_values_under_its_topic() -> None:
+    said = readme_tables._merged(["--a 1", "--b", "--a 2 3", "--a 1", "c=True"])
+    assert said == "`--a 1 / 2 3`, `--b`, `c=True`"
+    assert readme_tables.topic_of("--moe-router-topk 8") == "routing"
+    assert readme_tables.topic_of("--moe-router-load-balancing-type none") == "balance"
+    assert readme_tables.topic_of("--moe-shared-expert-gate") == "layers"
+    assert readme_tables.topic_of("variable_seq_lengths=True") == "the run"
+    with pytest.raises(KeyError, match="mok: a flag that works must be of one of TOPICS"):
+        readme_tables.topic_of("--new-flag")
+
+
+def test_no_flag_that_works_is_missing_from_the_readme() -> None:
+    import flag_table
+
+    begin, end = README.index("<!-- flags"), README.index("<!-- end of flags")
+    for row in flag_table.rows():
+        if row.verdict in ("works", "accepted"):
+            for flag in row.flags.split(", "):
+                assert flag.partition(" ")[0] in README[begin:end], flag
 
 
 def test_the_last_line_of_a_measurement_counts() -> None:
@@ -82,6 +104,25 @@ def test_a_sweep_makes_no_rows_but_a_picture_of_one_commit(
     assert readme_tables.measured() == [lines[5]]
     (sweep,) = readme_tables.growth()
     assert sweep.lines == lines[3:6]
+
+
+def test_every_picture_is_drawn_from_what_is_recorded_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    names = [f"throughput_{line['name']}.png" for line in readme_tables.trained()]
+    assert len(names) >= 2
+    text = (readme_tables.RESULTS / "throughput.jsonl").read_text()
+    (tmp_path / "throughput.jsonl").write_text(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(readme_tables, "RESULTS", tmp_path)
+        drawn = ["no layer was measured", "layer_time.png", "no sweep was measured"]
+        patch.setattr(readme_tables, "waterfall", lambda path, lines: None)
+        assert readme_tables.draw() == [*drawn, *names, "plan.png"]
+    for name in (*names, "plan.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (readme_tables.RESULTS / name).is_file()
+        assert f"(scripts/results/{name})" in README
 
 
 def test_a_missing_comment_is_told() -> None:
