@@ -291,9 +291,13 @@ class Training:
                 for bucket in buffer.buckets:
                     own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-        named = chain.from_iterable(model.named_parameters() for model in self.models)
         kept = {"device": "cpu", "dtype": torch.float32, "copy": True}
-        return {name: p.main_grad.to(**kept) for name, p in named if p.requires_grad}
+        return {
+            f"{stage}.{name}" if len(self.models) > 1 else name: p.main_grad.to(**kept)
+            for stage, model in enumerate(self.models)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Of every chunk."""
@@ -351,12 +355,18 @@ def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple
     positions = torch.arange(SEQUENCE)[None].expand(len(tokens), -1)
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
-    # Consecutive shares: only attention would mind, and with context parallelism there is none.
     inputs, places, labels = (
-        t.chunk(ranks, 1)[rank].cuda() for t in (tokens[:, :-1], positions, tokens[:, 1:])
+        _share(t, rank, ranks).cuda() for t in (tokens[:, :-1], positions, tokens[:, 1:])
     )
     output = model(inputs, places, None, labels=labels)
     return output, lambda out: (out.float().mean(), {"loss": out.detach().float().mean()})
+
+
+def _share(tokens: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """What a context parallel rank has of [B, S]: a part of the first half and its mirror image, as
+    Transformer Engine's attention wants it, so that causal attention costs all ranks the same."""
+    parts = tokens.chunk(2 * ranks, 1)
+    return torch.cat((parts[rank], parts[-1 - rank]), 1)
 
 
 @contextmanager
