@@ -43,6 +43,7 @@ COMPARED = {
     "data": "tests/test_data_shapes.py::test_every_shape_has_alltoalls_bytes",
     "gather": "tests/test_training.py::test_skipping_the_parameter_gather_would_be_seen",
     "checkpoints": "tests/test_checkpoints.py::test_every_reader_has_every_writers_bytes",
+    "sharded": "tests/test_checkpoints_sharded.py::test_every_reader_has_every_writers_bytes",
     "engine": "tests/test_engine_cuda.py::test_training_equals_alltoall[{}]",
     "launch": (
         "tests/test_launches_cuda.py::test_an_unmodified_launch_trains_saves_and_resumes[{}]"
@@ -115,7 +116,11 @@ OF_TRAINING: dict[str, tuple[tuple[str, str], ...]] = {
     "--pipeline-model-parallel-size 2": (("parallelism", "pp2"),),
     "--num-virtual-stages-per-pipeline-rank 2": (("parallelism", "pp2-interleaved"),),
     "--context-parallel-size 2": (("parallelism", "cp2-ep4"),),
-    "--ckpt-format torch_dist": (("checkpoints", ""), ("launch", "deepseek-v3")),
+    "--ckpt-format torch_dist": (
+        ("checkpoints", ""),
+        ("sharded", ""),
+        ("launch", "deepseek-v3"),
+    ),
 }
 # Rows about a field that, as it stands there, does nothing.
 IDLE = {
