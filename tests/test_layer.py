@@ -56,6 +56,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         tiny.DEEPSEEK_V3,
         {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     ),
+    # Routers that draw random numbers, which a recompute must draw again.
+    "recompute-forced-balance": (
+        tiny.QWEN3,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+            "moe_router_force_load_balancing": True,
+        },
+    ),
+    "recompute-jitter": (
+        tiny.QWEN3,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+            "moe_input_jitter_eps": 0.1,
+        },
+    ),
     "recompute-shared-experts": (
         tiny.DEEPSEEK_V3,
         {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
