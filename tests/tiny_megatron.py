@@ -138,10 +138,11 @@ class Training:
     """A GPT model under DDP with Megatron's optimizer and schedule, and its data.
 
     A pipeline rank holds one chunk of the model, or several when it is interleaved. `freeze` is a
-    pattern of parameter names. `engine`: every layer is of Transformer Engine's modules; with
-    `grouped` the MoE layers alone, with a TEGroupedMLP. Megatron's local spec has no attention for
-    context parallelism and no norms for sequence parallelism: without `attention`, layers are MoE
-    or MLP alone; with tensor parallelism, norms are `SequenceNorm`.
+    pattern of parameter names. `lengths`: how many tokens a sequence of each micro-batch has.
+    `engine`: every layer is of Transformer Engine's modules; with `grouped` the MoE layers alone,
+    with a TEGroupedMLP. Megatron's local spec has no attention for context parallelism and no norms
+    for sequence parallelism: without `attention`, layers are MoE or MLP alone; with tensor
+    parallelism, norms are `SequenceNorm`.
     """
 
     dispatcher: str
@@ -151,6 +152,7 @@ class Training:
     optimizer: dict[str, Any] = field(default_factory=dict)
     mtp: bool = False
     micro_batches: int = 2
+    lengths: tuple[int, ...] = ()
     attention: bool = True
     freeze: str = ""
     grouped: bool = False
@@ -250,6 +252,8 @@ class Training:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         batch = self._next_batch().chunk(self.micro_batches)
+        if self.lengths:
+            batch = tuple(b[:, : n + 1] for b, n in zip(batch, self.lengths, strict=True))
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=_one_or_all([iter(batch) for _ in self.models]),
@@ -352,7 +356,7 @@ def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple
     from megatron.core import parallel_state
 
     tokens = next(data)
-    positions = torch.arange(SEQUENCE)[None].expand(len(tokens), -1)
+    positions = torch.arange(tokens.shape[1] - 1)[None].expand(len(tokens), -1)
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
     inputs, places, labels = (
