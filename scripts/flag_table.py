@@ -88,6 +88,7 @@ RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     "recompute-norm": (("gradients", "recompute-norms"), ("engine", "deepseek-v3-recompute")),
     "recompute-shared-expert": (("layer", "recompute-shared-experts"),),
     "recompute-everything": (("training", "recompute-full"), ("engine", "qwen3-recompute-full")),
+    "deprecated-recompute-flag": (("layer", "recompute-moe-old-flag"),),
     "multi-token-prediction": (("gradients", "mtp-repeated"),),
     "expert-parallel": (("parallelism", "cp2-ep4"), ("engine", "qwen3-tp2-ep4")),
     "tensor-parallel": (

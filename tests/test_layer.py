@@ -56,6 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         tiny.DEEPSEEK_V3,
         {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     ),
+    "recompute-moe-old-flag": (tiny.DEEPSEEK_V3, {"moe_layer_recompute": True}),
     # Routers that draw random numbers, which a recompute must draw again.
     "recompute-forced-balance": (
         tiny.QWEN3,
