@@ -229,6 +229,12 @@ RULES: tuple[Rule, ...] = (
     ),
     # Number formats.
     Rule(
+        name="fp16",
+        found=on("fp16"),
+        must="the model must be in BF16, or in FP32 on the reference backend",
+        remedy=f"use --bf16, {_ALLTOALL}",
+    ),
+    Rule(
         name="fp8",
         found=on("fp8"),
         must="the model cannot be quantised to FP8",

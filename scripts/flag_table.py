@@ -43,6 +43,7 @@ COMPARED = {
     "data": "tests/test_data_shapes.py::test_every_shape_has_alltoalls_bytes",
     "gather": "tests/test_training.py::test_skipping_the_parameter_gather_would_be_seen",
     "checkpoints": "tests/test_checkpoints.py::test_every_reader_has_every_writers_bytes",
+    "sharded": "tests/test_checkpoints_sharded.py::test_every_reader_has_every_writers_bytes",
     "engine": "tests/test_engine_cuda.py::test_training_equals_alltoall[{}]",
     "launch": (
         "tests/test_launches_cuda.py::test_an_unmodified_launch_trains_saves_and_resumes[{}]"
@@ -61,7 +62,7 @@ RUNS: dict[str, tuple[tuple[str, str], ...]] = {
     "jitter": (("layer", "jitter"),),
     "forced-balance": (("layer", "forced-balance"),),
     "router-replay": (("data", "replayed"),),
-    "variable-sequence-lengths": (("data", "packed"),),
+    "variable-sequence-lengths": (("parallelism", "pp2-lengths"),),
     "capacity-drops-by-position": (("layer", "drops-by-position"),),
     "shared-expert-overlap": (("layer", "shared-overlap"), ("layer", "shared-gate-overlap")),
     "aux-loss": (("training", "qwen3"),),
@@ -83,9 +84,11 @@ RUNS: dict[str, tuple[tuple[str, str], ...]] = {
         ("engine", "deepseek-v3-tp2-ep4"),
     ),
     "recompute-activation": (("engine", "deepseek-v3-tp2"),),
+    "recompute-attention": (("gradients", "recompute-norms-moe"),),
     "recompute-norm": (("gradients", "recompute-norms"), ("engine", "deepseek-v3-recompute")),
     "recompute-shared-expert": (("layer", "recompute-shared-experts"),),
     "recompute-everything": (("training", "recompute-full"), ("engine", "qwen3-recompute-full")),
+    "deprecated-recompute-flag": (("layer", "recompute-moe-old-flag"),),
     "multi-token-prediction": (("gradients", "mtp-repeated"),),
     "expert-parallel": (("parallelism", "cp2-ep4"), ("engine", "qwen3-tp2-ep4")),
     "tensor-parallel": (
@@ -115,7 +118,11 @@ OF_TRAINING: dict[str, tuple[tuple[str, str], ...]] = {
     "--pipeline-model-parallel-size 2": (("parallelism", "pp2"),),
     "--num-virtual-stages-per-pipeline-rank 2": (("parallelism", "pp2-interleaved"),),
     "--context-parallel-size 2": (("parallelism", "cp2-ep4"),),
-    "--ckpt-format torch_dist": (("checkpoints", ""), ("launch", "deepseek-v3")),
+    "--ckpt-format torch_dist": (
+        ("checkpoints", ""),
+        ("sharded", ""),
+        ("launch", "deepseek-v3"),
+    ),
 }
 # Rows about a field that, as it stands there, does nothing.
 IDLE = {

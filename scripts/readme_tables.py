@@ -86,7 +86,7 @@ KINDS = {
     "shapes": "moe_router_topk",
     "the expert's arithmetic": "activation_func",
     "how weights are stored": "expert_tensor_parallel_size",
-    "number formats": "fp8",
+    "number formats": "fp16",
     "determinism": "batch_invariant_mode",
     "what travels": "moe_pad_expert_input_to_capacity",
     "the shared expert": "use_grouped_gemm_for_shared_expert",

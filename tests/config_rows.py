@@ -114,7 +114,6 @@ WORKS = [
     Works("grouped-gemm-experts", {"moe_grouped_gemm": True}),
     Works("variable-sequence-lengths", {"variable_seq_lengths": True}),
     Works("bf16", {"bf16": True, "params_dtype": torch.bfloat16}),
-    Works("fp16", {"fp16": True, "params_dtype": torch.float16}),
     Works("attention-graph", {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}),
     Works("attention-graph-old-name", {"cuda_graph_impl": "local", "cuda_graph_scope": "attn"}),
     Works("iteration-graph", {"cuda_graph_impl": "full_iteration"}),
@@ -208,6 +207,9 @@ REFUSED = [
         "moe_single_grouped_bias",
         {"moe_single_grouped_bias": True, "moe_grouped_gemm": True},
         "biases | True | --moe-single-grouped-bias",
+    ),
+    Refused(
+        "fp16", {"fp16": True, "params_dtype": torch.float16}, "in BF16 | fp16=True | use --bf16"
     ),
     Refused("fp8", FP8, "FP8 | fp8=hybrid | --fp8-format"),
     Refused("fp8", {**FP8, "fp8_recipe": "mxfp8", "fp8_param": True}, "FP8 | hybrid | --fp8-for"),

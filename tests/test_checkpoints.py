@@ -10,9 +10,8 @@ therefore prints another loss than the unbroken one there, on every dispatcher, 
 Between expert parallel size 1 and others Megatron moves the weights and the moments, but refuses
 the rest of a plain optimizer's state, on every dispatcher: it has one optimizer here, two there.
 
-Loading a distributed optimizer is left to machines with Transformer Engine or apex: with torch's
-Adam Megatron 0.19 asserts on the state of a fresh one, whatever the dispatcher. What it would save
-is compared here.
+What a distributed optimizer would save with expert parallel size 1 is compared here; it is saved
+and loaded in test_checkpoints_sharded.py.
 """
 
 from __future__ import annotations

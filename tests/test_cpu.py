@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DEADLINE = 150.0
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs in a session of its own, which is killed at the deadline with all that it started."""
     command = [sys.executable, "-W", "ignore", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
         command,
         env=environment,

@@ -2,12 +2,12 @@
 alltoall, with what a launch turns on.
 
 Latent attention, MTP, fused norms, grouped experts; distributed optimizer with both overlaps,
-recompute; and what alltoall cannot do on a CPU: tensor parallelism with sequence parallelism, a
-shared expert cut by it, expert parallelism folded over it. Ranks are processes on one GPU. In bf16
-the two sum in other orders, and where two experts score alike a token may go elsewhere, which is
-much of the gradient of an expert with few rows. So in the first step mok's routers choose what
-alltoall's chose, and its gradients are near, parameter by parameter; afterwards each chooses
-itself, and losses are near.
+recompute, pipelines; and what alltoall cannot do on a CPU: tensor parallelism with sequence
+parallelism, a shared expert cut by it, expert parallelism folded over it, attention with context
+parallelism. Ranks are processes on one GPU. In bf16 the two sum in other orders, and where two
+experts score alike a token may go elsewhere, which is much of the gradient of an expert with few
+rows. So in the first step mok's routers choose what alltoall's chose, and its gradients are near,
+parameter by parameter; afterwards each chooses itself, and losses are near.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ SHARDED: dict[str, Any] = {
 # Without the first Transformer Engine ignores --moe-single-grouped-weight; without the second
 # Megatron refuses its companion.
 SINGLE_WEIGHT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
+FOUR_LAYERS = {"num_layers": 4, "moe_layer_freq": [0, 1, 1, 1]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -82,10 +83,14 @@ def _selective(*modules: str) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """groups: arguments of tiny.set_up; fuses: whether the fused call has the shared expert; mok:
-    overrides for mok alone."""
+    overrides for mok alone; moe_layers: by pipeline stage; batch: cases of as many ranks and the
+    same batch are run by the same processes."""
 
     ranks: int
     base: dict[str, Any]
+    batch: str = ""
+    moe_layers: tuple[int, ...] = (2,)
+    micro_batches: int = 2
     groups: dict[str, Any] = field(default_factory=lambda: {"expert_parallel": 1})
     overrides: dict[str, Any] = field(default_factory=dict)
     mok: dict[str, Any] = field(default_factory=dict)
@@ -127,6 +132,46 @@ CASES = {
     ),
     "qwen3-tp2-ep4": Case(
         ranks=4, base=QWEN3, groups={"expert_parallel": 4, "tensor_model_parallel_size": 2}
+    ),
+    # Expert parallelism below data parallelism, in every other rank.
+    "qwen3-ep2-strided": Case(
+        ranks=4, base=QWEN3, groups={"expert_parallel": 2, "order": "tp-cp-dp-ep-pp"}
+    ),
+    "qwen3-cp2": Case(
+        ranks=2,
+        batch="context",
+        base=QWEN3,
+        groups={"expert_parallel": 2, "context_parallel_size": 2},
+    ),
+    "deepseek-v3-cp2": Case(
+        ranks=2,
+        batch="latent context",
+        base=DEEPSEEK_V3,
+        groups={"expert_parallel": 2, "context_parallel_size": 2},
+        fuses=True,
+    ),
+    "deepseek-v3-pp2-ep2": Case(
+        ranks=4,
+        batch="pipeline",
+        base=DEEPSEEK_V3,
+        groups={"expert_parallel": 2, "pipeline_model_parallel_size": 2},
+        overrides=FOUR_LAYERS | _selective("mla_up_proj", "moe"),
+        moe_layers=(1, 3),
+        micro_batches=4,
+        fuses=True,
+    ),
+    "qwen3-pp2-interleaved": Case(
+        ranks=2,
+        batch="pipeline",
+        base=QWEN3,
+        groups={
+            "expert_parallel": 1,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+        overrides={"num_layers": 4, "overlap_p2p_comm": True, "batch_p2p_comm": False},
+        moe_layers=(2, 2),
+        micro_batches=4,
     ),
 }
 
@@ -175,6 +220,7 @@ def _train(dispatcher: str, case: Case, routes: list[list[torch.Tensor]] | None)
             overrides=case.overrides | (case.mok if dispatcher == "mok" else {}),
             mtp=bool(case.base.get("mtp_num_layers")),
             engine=True,
+            micro_batches=case.micro_batches,
             **SHARDED,
         )
     moe_layers = [m for m in training.modules() if hasattr(m, "token_dispatcher")]
@@ -241,19 +287,20 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[int, list[dict[str, Any]]]:
-    """Number of ranks -> what each rank found, filled when a test asks for it."""
+def trained() -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Number of ranks and batch -> what each rank found, filled when a test asks for it."""
     return {}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_alltoall(name: str, trained: dict[int, Any]) -> None:
+def test_training_equals_alltoall(name: str, trained: dict[tuple[int, str], Any]) -> None:
     pytest.importorskip("transformer_engine.pytorch")
     case = CASES[name]
-    if case.ranks not in trained:
-        names = [n for n, other in CASES.items() if other.ranks == case.ranks]
-        trained[case.ranks] = run_ranks(case.ranks, _rank, names, deadline=DEADLINE_S)
-    for rank, of_rank in enumerate(trained[case.ranks]):
+    batch = case.ranks, case.batch
+    if batch not in trained:
+        names = [n for n, other in CASES.items() if (other.ranks, other.batch) == batch]
+        trained[batch] = run_ranks(case.ranks, _rank, names, deadline=DEADLINE_S)
+    for rank, of_rank in enumerate(trained[batch]):
         mok, alltoall = of_rank[name]["curves"]
         errors = sorted((e, parameter) for parameter, e in of_rank[name]["errors"].items())
         if rank == 0:
@@ -261,7 +308,8 @@ def test_training_equals_alltoall(name: str, trained: dict[int, Any]) -> None:
         layers, others = of_rank[name]["layers"]
         assert layers == [("MokMoELayer", case.experts, "CudaBackend", case.fuses)] * len(layers)
         assert others == [("MoELayer", case.experts, "NoneType", False)] * len(layers)
-        assert len(layers) == 2
+        stage = rank * len(case.moe_layers) // case.ranks
+        assert len(layers) == len(others) == case.moe_layers[stage]
         for (loss, norm), (want_loss, want_norm) in zip(mok, alltoall, strict=True):
             assert loss == pytest.approx(want_loss, rel=5e-3)
             assert norm == pytest.approx(want_norm, rel=5e-2)

@@ -75,6 +75,7 @@ CASES = [
         },
         overrides=BF16,
     ),
+    Case(name="apex", overrides={"gradient_accumulation_fusion": True}),
     Case(name="recompute-moe-shared", overrides=_selective("moe", "shared_experts")),
     Case(name="recompute-norms", overrides=_selective("layernorm")),
     Case(name="recompute-norms-moe", overrides=_selective("layernorm", "moe", "core_attn")),
@@ -167,6 +168,21 @@ def _allow_output_discarding() -> None:
     random._share_storage_ext = SimpleNamespace(share_storage=share_storage)
 
 
+def _stand_in_for_apex() -> list[torch.Size]:
+    """Its weight gradients, which --gradient-accumulation-fusion has; sizes of those asked for."""
+    from megatron.core.tensor_parallel import layers
+
+    asked: list[torch.Size] = []
+
+    def accumulate(x: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> None:
+        asked.append(main_grad.shape)
+        main_grad += dy.t() @ x
+
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    return asked
+
+
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative, in the 2-norm."""
     scale = want.double().norm().item()
@@ -184,9 +200,13 @@ class Comparison:
 def _trainings_rank(rank: int, world: int) -> dict[str, Any]:
     tiny.set_up(expert_parallel=world)
     _allow_output_discarding()
-    compared: dict[str, Any] = {}
+    by_apex = _stand_in_for_apex()
+    compared: dict[str, Any] = {"by-apex": {}}
     for case in CASES:
-        alltoall, mok = _record("alltoall", case), _record("mok", case)
+        alltoall = _record("alltoall", case)
+        before = len(by_apex)
+        mok = _record("mok", case)
+        compared["by-apex"][case.name] = len(by_apex) - before
         assert mok.main_grads.keys() == alltoall.main_grads.keys()
         errors = {n: _error(mok.main_grads[n], alltoall.main_grads[n]) for n in mok.main_grads}
         compared[case.name] = Comparison(mok=mok, alltoall=alltoall, errors=errors)
@@ -254,6 +274,18 @@ def test_recompute_changes_nothing(compared: list[dict[str, Any]]) -> None:
             for got, want in zip(again.curve, plain.curve, strict=True):
                 assert got == pytest.approx(want, rel=2e-6)
             assert all(map(torch.equal, again.counts, plain.counts))
+
+
+def test_apex_changes_nothing(compared: list[dict[str, Any]]) -> None:
+    # Not for the experts' gradients, which are in main_grad without it, and not for the others'.
+    for of_rank in compared:
+        asked: dict[str, int] = of_rank["by-apex"]
+        assert asked.pop("apex") > 0
+        assert set(asked.values()) == {0}
+        plain, apex = of_rank["plain"].mok.main_grads, of_rank["apex"].mok.main_grads
+        assert apex.keys() == plain.keys()
+        for name, want in plain.items():
+            assert _error(apex[name], want) <= (0 if "experts" in name else 1e-6), name
 
 
 def test_accumulation_adds_up(compared: list[dict[str, Any]]) -> None:

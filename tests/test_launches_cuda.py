@@ -1,5 +1,6 @@
 """An unmodified pretrain_gpt.py of Megatron-LM on a GPU with what real launches turn on, mok beside
 alltoall: losses together, saved, resumed on mok to the bit, and left for alltoall in the middle.
+Then flags that some launches have: the fused router, attention in CUDA graphs or offloaded.
 
 MEGATRON_LM is the folder of pretrain_gpt.py, gpt_builders.py, model_provider.py and
 hybrid_builders.py (tag core_v0.19.0); the wheel has the rest. Each model's flags are those of its
@@ -16,11 +17,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import counted_replays
 from tests.printed_rows import MARK
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +48,7 @@ COMMON = f"""
     --no-create-attention-mask-in-dataloader --eval-iters 0 --eval-interval 1000
     --log-interval 1 --ckpt-format torch_dist --distributed-timeout-minutes 2 --deterministic-mode
 """
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MODELS = {
     "deepseek-v3": """
         --num-layers 3 --num-attention-heads 8 --kv-channels 128 --multi-latent-attention
@@ -59,12 +63,51 @@ MODELS = {
         --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1
         --recompute-granularity selective --recompute-modules mla_up_proj moe mlp layernorm
     """,
-    "qwen3": """
+    "qwen3": f"""
         --num-layers 2 --num-attention-heads 16 --group-query-attention --num-query-groups 4
         --kv-channels 128 --rotary-base 1000000 --rotary-percent 1.0
         --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
-        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+        {FULL_RECOMPUTE}
     """,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Flags beside a model's; `without`: what it leaves out of them; `environment`: what the flags
+    need there. replays: whether CUDA graphs must have run, which the eager run has not."""
+
+    flags: str
+    model: str = "qwen3"
+    without: tuple[str, ...] = (FULL_RECOMPUTE,)
+    environment: dict[str, str] = field(default_factory=dict)
+    replays: bool = False
+
+    def words(self) -> tuple[str, ...]:
+        text = " ".join(f"{COMMON} {MODELS[self.model]}".split())
+        for left_out in self.without:
+            assert left_out in text
+            text = text.replace(left_out, "")
+        return *text.split(), *self.flags.split()
+
+
+SELECTIVE = "--recompute-granularity selective --recompute-modules moe layernorm"
+GRAPH = f"{SELECTIVE} --te-rng-tracker --cuda-graph-warmup-steps 2 --cuda-graph-modules attn"
+VARIANTS = {
+    "router-fusion": Variant(
+        flags="--moe-router-fusion", without=(FULL_RECOMPUTE, "--deterministic-mode")
+    ),
+    "router-fusion-deepseek-v3": Variant(
+        flags="--moe-router-fusion", model="deepseek-v3", without=("--deterministic-mode",)
+    ),
+    "attention-graph-local": Variant(flags=f"{GRAPH} --cuda-graph-impl local", replays=True),
+    "attention-graph-engine": Variant(
+        flags=f"{GRAPH} --cuda-graph-impl transformer_engine", replays=True
+    ),
+    "attention-offload": Variant(
+        flags="--fine-grained-activation-offloading --offload-modules core_attn",
+        environment={"NVTE_CPU_OFFLOAD_V1": "1"},
+    ),
 }
 _LINE = re.compile(
     r" iteration +(\d+)/.* lm loss: ([-+.E\d]+) \|.* grad norm: ([.\d]+) \|", re.IGNORECASE
@@ -77,10 +120,17 @@ class Launch:
     """One `torchrun pretrain_gpt.py`, from its start."""
 
     def __init__(
-        self, megatron: Path, folder: Path, name: str, *flags: str, launcher: str = LAUNCHER
+        self,
+        megatron: Path,
+        folder: Path,
+        name: str,
+        *flags: str,
+        launcher: str = LAUNCHER,
+        more: dict[str, str] | None = None,
     ) -> None:
         self.name, self.log = name, folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": _joined(ROOT, os.environ.get("PYTHONPATH"))}
+        environment |= more or {}
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MOK_RECORDS": str(folder)}
         # Megatron's wheel has its dataset index compiled, but no Makefile for the `make` at start.
         if not (megatron / "megatron/core/datasets/Makefile").exists():
@@ -198,3 +248,41 @@ def test_a_graph_of_iterations_prints_the_eager_digits(megatron: Path, tmp_path:
     assert [captured for captured, _ in replayed] == [i >= SAVED_AT for i in range(ITERATIONS)]
     assert [scalars for _, scalars in replayed] == [scalars for _, scalars in eager]
     assert all(scalars["mok/rows per rank, mean"] > 0 for _, scalars in eager)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_flag_of_some_launches_trains_like_alltoall(
+    name: str, megatron: Path, tmp_path: Path
+) -> None:
+    """A graph's run beside mok's eager one too, and both must have replayed what they captured."""
+    pytest.importorskip("transformer_engine.pytorch")
+    variant = VARIANTS[name]
+
+    def launch(dispatcher: str, words: tuple[str, ...] = variant.words()) -> Launch:
+        flags = (*words, "--moe-token-dispatcher-type", dispatcher)
+        number = f"{dispatcher}-{len(words)}"
+        launcher, more = "tests.counted_replays", variant.environment
+        return Launch(megatron, tmp_path, number, *flags, launcher=launcher, more=more)
+
+    runs = [launch("mok"), launch("alltoall")]
+    printed = [run.printed() for run in runs]
+    if variant.replays:
+        eager = replace(variant, flags=SELECTIVE).words()
+        runs.append(launch("mok", eager))
+        printed.append(runs[-1].printed())
+    logs = [run.log.read_text() for run in runs]
+    marks = [re.findall(rf"^{counted_replays.MARK}(\d+)$", log, re.MULTILINE) for log in logs]
+    print(f"{name}: {printed}; replays {marks}")
+    assert [list(run) for run in printed] == [[*range(1, ITERATIONS + 1)]] * len(runs)
+    for iteration, found in printed[0].items():
+        near(found, printed[1][iteration])
+    assert float(printed[0][ITERATIONS][0]) < float(printed[0][1][0])
+    replays = [sum(map(int, mark)) for mark in marks]
+    wanted = [variant.replays, variant.replays, False]
+    assert [count > 0 for count in replays] == wanted[: len(runs)]
+    assert "mok: MoE layers run on the cuda backend" in logs[0]
+    if variant.replays:  # the same kernels in the same order
+        for iteration, (loss, norm) in printed[0].items():
+            want_loss, want_norm = map(float, printed[2][iteration])
+            assert float(loss) == pytest.approx(want_loss, rel=1e-3)
+            assert float(norm) == pytest.approx(want_norm, rel=1e-2)

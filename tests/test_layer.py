@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +57,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute-moe": (
         tiny.DEEPSEEK_V3,
         {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ),
+    "recompute-moe-old-flag": (tiny.DEEPSEEK_V3, {"moe_layer_recompute": True}),
+    # Routers that draw random numbers, which a recompute must draw again.
+    "recompute-forced-balance": (
+        tiny.QWEN3,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+            "moe_router_force_load_balancing": True,
+        },
+    ),
+    "recompute-jitter": (
+        tiny.QWEN3,
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+            "moe_input_jitter_eps": 0.1,
+        },
     ),
     "recompute-shared-experts": (
         tiny.DEEPSEEK_V3,
@@ -286,3 +306,31 @@ def _stand_ins_rank(rank: int, world: int) -> None:
 
 def test_a_grad_is_left_unless_the_reduction_is_known_not_to_overlap() -> None:
     run_ranks(1, _stand_ins_rank, deadline=120)
+
+
+def _lines_rank(rank: int, world: int) -> list[str]:
+    """What layers say at their first calls, of which the first two say the same."""
+    tiny.set_up(expert_parallel=world)
+    said = io.StringIO()
+    overlap = {"moe_shared_expert_overlap": True}
+    with contextlib.redirect_stdout(said):
+        for overrides in (
+            overlap | {"moe_grouped_gemm": True},
+            overlap | {"moe_grouped_gemm": True},
+            overlap | {"moe_shared_expert_gate": True},
+        ):
+            layer = tiny.moe_layer("mok", tiny.DEEPSEEK_V3, **overrides)
+            for _ in range(2):
+                layer(torch.randn(4, 1, 64))
+    return said.getvalue().splitlines()
+
+
+def test_what_is_done_anyway_is_said_once_and_what_is_not_too() -> None:
+    first, second = run_ranks(2, _lines_rank, deadline=60)
+    assert first == [
+        "mok: MoE layers run on the reference backend: the tensors are on the CPU",
+        "mok: part of the fused call in any case: --moe-grouped-gemm, --moe-shared-expert-overlap",
+        "mok: --moe-shared-expert-overlap overlaps nothing here: a shared expert with a gate, a "
+        "recompute of its own or tensor parallelism runs before the fused call",
+    ]
+    assert second == []

@@ -1,8 +1,9 @@
 """Trainings on every layout of four ranks that Megatron can run on CPU, mok beside alltoall.
 
-Pipelines, plain and interleaved; expert parallelism that is smaller than data parallelism, that
-strides over the ranks, that folds over context or tensor parallel ranks. In fp32, where both sum in
-the same order, losses and gradient norms agree to the last digits.
+Pipelines, plain, interleaved, and of sequences of several lengths; expert parallelism that is
+smaller than data parallelism, that strides over the ranks, that folds over context or tensor
+parallel ranks. In fp32, where both sum in the same order, losses and gradient norms agree to the
+last digits.
 
 What unmodified alltoall cannot do on CPU either is stood in for: Megatron's own attention has no
 context parallelism, so that model has no attention; its norms have no sequence parallelism, so
@@ -73,6 +74,13 @@ LAYOUTS = [
         groups={"expert_parallel": 2, "pipeline_model_parallel_size": 2},
         training={"base": tiny.DEEPSEEK_V3, "micro_batches": 4},
         overrides=FOUR_LAYERS | {"deallocate_pipeline_outputs": True},
+        ep_ranks=[0, 1],
+    ),
+    Layout(
+        name="pp2-lengths",
+        groups={"expert_parallel": 2, "pipeline_model_parallel_size": 2},
+        training={"base": tiny.DEEPSEEK_V3, "micro_batches": 4, "lengths": (32, 8, 20, 12)},
+        overrides=FOUR_LAYERS | {"variable_seq_lengths": True},
         ep_ranks=[0, 1],
     ),
     Layout(

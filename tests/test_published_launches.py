@@ -9,14 +9,11 @@ be there while arguments are judged.
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.judged_launches import Answer, Question, judge
 
 COMMON = """
     --use-mcore-models --sequence-parallel --use-flash-attn --disable-bias-linear --swiglu
@@ -152,64 +149,27 @@ LAUNCHES = {
 }
 
 
-def _judge(rank: int, world: int) -> dict[str, tuple[list[str], list[str]]]:
-    """launch -> the refusals' lines, and what is done anyway."""
-    import mok_megatron
-    from mok_megatron import cpu
-
-    mok_megatron.activate()
-    cpu.install()
-    import torch
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.transformer import transformer_config
-    from megatron.core.transformer.moe import moe_utils
-    from megatron.training import argument_utils, arguments
-
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-    for module in (transformer_config, arguments):
-        module.is_te_min_version = lambda *wanted, **named: True
-    rope_utils.fused_apply_rotary_pos_emb = print
-    for name in [name for name in vars(moe_utils) if name.startswith("fused_")]:
-        setattr(moe_utils, name, print)
-    answers = {}
-    for name, launch in LAUNCHES.items():
-        os.environ["WORLD_SIZE"] = str(launch.gpus)
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if OVERLAP in launch.flags else "1"
-        sys.argv = ["pretrain_gpt.py", *COMMON.split(), *launch.flags.split()]
-        args: Any = arguments.parse_args()
-        refusals: list[str] = []
-        anyway: list[str] = []
-        try:
-            arguments.validate_args(args)
-            args.padded_vocab_size = 1000
-            config = argument_utils.core_transformer_config_from_args(args)
-            anyway = list(config.mok_already_done)
-        except ValueError as error:
-            refusals = str(error).splitlines()
-            if not refusals[0].startswith("mok: "):
-                raise
-        answers[name] = refusals, anyway
-    return answers
-
-
 @pytest.fixture(scope="module")
-def answers() -> dict[str, tuple[list[str], list[str]]]:
-    return run_ranks(1, _judge, deadline=120)[0]
+def answers() -> dict[str, Answer]:
+    return judge(
+        {
+            name: Question(gpus=launch.gpus, words=(*COMMON.split(), *launch.flags.split()))
+            for name, launch in LAUNCHES.items()
+        }
+    )
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_published_launch(name: str, answers: Any) -> None:
+def test_a_published_launch(name: str, answers: dict[str, Answer]) -> None:
     from mok_megatron.config import RULES
 
-    launch = LAUNCHES[name]
-    refusals, anyway = answers[name]
+    launch, answer = LAUNCHES[name], answers[name]
     refused_by = [
         rule.name
-        for line in refusals
+        for line in answer.refusals
         for rule in RULES
         if line.startswith(f"mok: {rule.must}, got ") and line.endswith(f"; {rule.remedy}")
     ]
-    assert len(refused_by) == len(refusals)
+    assert len(refused_by) == len(answer.refusals)
     assert sorted(refused_by) == sorted(launch.refused)
-    assert tuple(anyway) == (() if launch.refused else launch.anyway)
+    assert answer.anyway == (() if launch.refused else launch.anyway)

@@ -138,10 +138,11 @@ class Training:
     """A GPT model under DDP with Megatron's optimizer and schedule, and its data.
 
     A pipeline rank holds one chunk of the model, or several when it is interleaved. `freeze` is a
-    pattern of parameter names. `engine`: every layer is of Transformer Engine's modules; with
-    `grouped` the MoE layers alone, with a TEGroupedMLP. Megatron's local spec has no attention for
-    context parallelism and no norms for sequence parallelism: without `attention`, layers are MoE
-    or MLP alone; with tensor parallelism, norms are `SequenceNorm`.
+    pattern of parameter names. `lengths`: how many tokens a sequence of each micro-batch has.
+    `engine`: every layer is of Transformer Engine's modules; with `grouped` the MoE layers alone,
+    with a TEGroupedMLP. Megatron's local spec has no attention for context parallelism and no norms
+    for sequence parallelism: without `attention`, layers are MoE or MLP alone; with tensor
+    parallelism, norms are `SequenceNorm`.
     """
 
     dispatcher: str
@@ -151,6 +152,7 @@ class Training:
     optimizer: dict[str, Any] = field(default_factory=dict)
     mtp: bool = False
     micro_batches: int = 2
+    lengths: tuple[int, ...] = ()
     attention: bool = True
     freeze: str = ""
     grouped: bool = False
@@ -250,6 +252,8 @@ class Training:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         batch = self._next_batch().chunk(self.micro_batches)
+        if self.lengths:
+            batch = tuple(b[:, : n + 1] for b, n in zip(batch, self.lengths, strict=True))
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=_one_or_all([iter(batch) for _ in self.models]),
@@ -291,9 +295,13 @@ class Training:
                 for bucket in buffer.buckets:
                     own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-        named = chain.from_iterable(model.named_parameters() for model in self.models)
         kept = {"device": "cpu", "dtype": torch.float32, "copy": True}
-        return {name: p.main_grad.to(**kept) for name, p in named if p.requires_grad}
+        return {
+            f"{stage}.{name}" if len(self.models) > 1 else name: p.main_grad.to(**kept)
+            for stage, model in enumerate(self.models)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Of every chunk."""
@@ -348,15 +356,21 @@ def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple
     from megatron.core import parallel_state
 
     tokens = next(data)
-    positions = torch.arange(SEQUENCE)[None].expand(len(tokens), -1)
+    positions = torch.arange(tokens.shape[1] - 1)[None].expand(len(tokens), -1)
     ranks = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
-    # Consecutive shares: only attention would mind, and with context parallelism there is none.
     inputs, places, labels = (
-        t.chunk(ranks, 1)[rank].cuda() for t in (tokens[:, :-1], positions, tokens[:, 1:])
+        _share(t, rank, ranks).cuda() for t in (tokens[:, :-1], positions, tokens[:, 1:])
     )
     output = model(inputs, places, None, labels=labels)
     return output, lambda out: (out.float().mean(), {"loss": out.detach().float().mean()})
+
+
+def _share(tokens: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """What a context parallel rank has of [B, S]: a part of the first half and its mirror image, as
+    Transformer Engine's attention wants it, so that causal attention costs all ranks the same."""
+    parts = tokens.chunk(2 * ranks, 1)
+    return torch.cat((parts[rank], parts[-1 - rank]), 1)
 
 
 @contextmanager
