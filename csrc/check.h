@@ -40,6 +40,7 @@ enum class Tag : uint32_t {
   kMoveLap,         // move waits for the last readers of the rows before
   kEndCounts,       // the end of a CTA waits for what its warps have counted
   kAborted,         // another rank of the group has stopped, and said so
+  kCombineChunk,    // combine waits for a chunk of a row
 };
 
 inline const char* describe(Tag tag) {
@@ -74,6 +75,8 @@ inline const char* describe(Tag tag) {
       return "the mover waited for a piece of a row";
     case Tag::kCombineRows:
       return "combine waited for the rows of a token";
+    case Tag::kCombineChunk:
+      return "combine waited for a piece of a row";
     case Tag::kCombineSums:
       return "combine waited for the sums of a probability's gradient";
     case Tag::kPushRows:

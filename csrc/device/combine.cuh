@@ -1,6 +1,14 @@
 // Brings rows home: a token's rows are added in slot order, then the shared expert's, in fp32,
 // rounded once.
 //
+// Rows come through shared memory, in chunks, of which each warp has a ring. Loads into registers
+// would each hold a line of L1 until they are back, and L1 is what shared memory leaves: 28 KB a
+// SM, too little for the latency of memory (scripts/results/attempts.md).
+//
+// Chunk number c of a warp uses slot c % kCombineSlots; `full` completes phase c / kCombineSlots of
+// a slot when its bytes are in. The warp that asks for a chunk is its only reader, and asks for the
+// slot's next one when all its lanes have read it: nobody is two phases behind.
+//
 // The order is fixed by the slots alone. A call in which a choice broke a rule has no result: all
 // of it becomes NaN, by select, whatever the rows hold.
 #pragma once
@@ -32,58 +40,127 @@ struct Sum {  // of one piece
   }
 };
 
-// One warp: its lanes take a token's pieces. The rows may have been written by other CTAs of this
-// grid, or by other ranks, which the caller has waited for. home: of several ranks, where the rows
-// of other ranks' experts have arrived, a slot's at its number. added: of this lane, grows by the
-// pieces of rows that it adds.
-template <bool RANKS = false>
-__device__ __forceinline__ void combine_token(const CombineArguments& a, int token, int lane,
-                                              uint32_t& added, const uint4* home = nullptr) {
-  constexpr int kGroup = 8, kAtOnce = 2;  // rows, and pieces of each, under way
-  const int pieces = a.hidden / kPiece;
-  const bool faulty = *a.faulty != 0;
-  const int64_t first = static_cast<int64_t>(token) * pieces;
-  const int32_t* const row_K = a.row_TK + static_cast<int64_t>(token) * a.choices;
-  const uint4* const from = static_cast<const uint4*>(a.rows);
-  const uint4* const shared = static_cast<const uint4*>(a.shared);
-  uint4* const out = static_cast<uint4*>(a.out);
-  for (int piece = lane; piece < pieces; piece += 32 * kAtOnce) {
-    const bool two = piece + 32 < pieces;
-    Sum sum[kAtOnce]{};
-    for (int base = 0; base < a.choices; base += kGroup) {
-      int row[kGroup];
-      uint4 value[kAtOnce][kGroup];
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) row[i] = base + i < a.choices ? row_K[base + i] : -1;
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const uint4* at = from + static_cast<int64_t>(row[i]) * pieces + piece;
-        if (RANKS && row[i] == kElsewhere) {
-          const int64_t slot = static_cast<int64_t>(token) * a.choices + base + i;
-          at = home + slot * pieces + piece;
-        }
-        if (RANKS ? row[i] == -1 : row[i] < 0) continue;
-        value[0][i] = load_written(at);
-        if (two) value[1][i] = load_written(at + 32);
-      }
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (RANKS ? row[i] == -1 : row[i] < 0) continue;
-        sum[0].add(value[0][i]);
-        if (two) sum[1].add(value[1][i]);
-        added += two ? 2 : 1;
-      }
+constexpr int kCombineBytes = 2048;  // of a chunk
+constexpr int kCombineSlots = 8;     // chunks of a warp under way
+
+struct CombineStorage {  // of a warp, beside its ring
+  uint64_t full[kCombineSlots];
+  uint32_t chunks;  // so far
+};
+
+__device__ __forceinline__ void prepare(CombineStorage& storage) {
+  for (uint64_t& full : storage.full) barrier_init(full, 1);
+  storage.chunks = 0;
+}
+
+// One warp: tokens up to `end`, whose rows are in memory. They may have been written by other CTAs
+// of this grid, or by other ranks; the caller has waited for them and fenced. RANKS: of several
+// ranks, whose rows of other ranks' experts have arrived in `home`, a slot's at its number.
+template <bool RANKS>
+struct Combiner {
+  const CombineArguments& a;
+  const uint8_t* home;
+  CombineStorage& storage;
+  const uint32_t ring;  // shared address
+  Fault* fault;
+  const int end;
+  int token, block = 0, k = 0;  // of the next chunk to ask for
+  uint32_t asked = storage.chunks, used = storage.chunks;
+
+  // Returns the pieces of routed rows that this lane has added.
+  __device__ __forceinline__ uint32_t run() {
+    uint32_t added = 0;
+    const int first = token;
+    for (int i = 0; i < kCombineSlots; ++i) ask();
+    for (int t = first; t < end; ++t) {
+      for (int b = 0; b < blocks(); ++b) added += add(t, b);
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i > 0 && !two) break;
-      const int64_t at = first + piece + 32 * i;
-      if (shared != nullptr) sum[i].add(load_written(shared + at));
-      constexpr uint32_t kNaN = 0x7fff7fffu;
-      out[at] = faulty ? uint4{kNaN, kNaN, kNaN, kNaN} : sum[i].rounded();
+    if (lane_index() == 0) storage.chunks = used;
+    __syncwarp();
+    return added;
+  }
+
+ private:
+  __device__ __forceinline__ int row_bytes() const { return 2 * a.hidden; }
+  __device__ __forceinline__ int blocks() const {
+    return (row_bytes() + kCombineBytes - 1) / kCombineBytes;
+  }
+  __device__ __forceinline__ int bytes_of(int b) const {
+    return min(row_bytes() - b * kCombineBytes, kCombineBytes);
+  }
+  __device__ __forceinline__ int sources() const {
+    return a.choices + (a.shared != nullptr ? 1 : 0);
+  }
+
+  // Row number i of a token, the shared expert's behind the routed ones; null where there is none.
+  __device__ __forceinline__ const uint8_t* row(int t, int i) const {
+    const auto at = [this](const void* rows, int64_t number) {
+      return static_cast<const uint8_t*>(rows) + number * row_bytes();
+    };
+    if (i == a.choices) return at(a.shared, t);
+    const int64_t slot = static_cast<int64_t>(t) * a.choices + i;
+    const int number = a.row_TK[slot];
+    if (RANKS && number == kElsewhere) return at(home, slot);
+    return number < 0 ? nullptr : at(a.rows, number);
+  }
+
+  __device__ __forceinline__ void ask() {
+    while (token < end) {
+      const uint8_t* const from = row(token, k);
+      const int b = block;
+      if (++k == sources()) {
+        k = 0;
+        if (++block == blocks()) {
+          block = 0;
+          ++token;
+        }
+      }
+      if (from == nullptr) continue;
+      const uint32_t slot = asked++ % kCombineSlots;
+      if (lane_index() == 0) {
+        arrive_expect(storage.full[slot], bytes_of(b));
+        bulk_load(ring + slot * kCombineBytes,
+                  from + b * kCombineBytes,
+                  bytes_of(b),
+                  storage.full[slot]);
+      }
+      return;
     }
   }
-}
+
+  __device__ __forceinline__ uint32_t add(int t, int b) {
+    constexpr int kPieces = kCombineBytes / 16 / 32;  // of a lane
+    const int lane = lane_index(), pieces = bytes_of(b) / 16;
+    uint32_t added = 0;
+    Sum sum[kPieces]{};
+    for (int i = 0; i < sources(); ++i) {
+      if (row(t, i) == nullptr) continue;
+      const uint32_t slot = used % kCombineSlots;
+      wait(storage.full[slot], used / kCombineSlots & 1, fault, Tag::kCombineChunk);
+      ++used;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        const int piece = lane + 32 * j;
+        if (piece >= pieces) break;
+        sum[j].add(load_shared_16(ring + slot * kCombineBytes + 16 * piece));
+        added += i < a.choices ? 1 : 0;
+      }
+      __syncwarp();
+      ask();
+    }
+    const bool faulty = *a.faulty != 0;
+    uint4* const out = static_cast<uint4*>(a.out) +
+                       static_cast<int64_t>(t) * (row_bytes() / 16) + b * (kCombineBytes / 16);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int piece = lane + 32 * j;
+      if (piece >= pieces) break;
+      constexpr uint32_t kNaN = 0x7fff7fffu;
+      out[piece] = faulty ? uint4{kNaN, kNaN, kNaN, kNaN} : sum[j].rounded();
+    }
+    return added;
+  }
+};
 
 // One warp: a token of a call that has no result.
 __device__ __forceinline__ void spoil_token(const CombineArguments& a, int token, int lane) {

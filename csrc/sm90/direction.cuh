@@ -58,10 +58,13 @@ struct Direction {
     uint32_t counted[kCounts];
     uint64_t all_counted;              // phase 0: by multiply's warps and move
     uint64_t home_ns[kMultiplyWarps];  // that combine has waited
+    CombineStorage combine[kMultiplyWarps];
   };
   using Parameters = DirectionParameters;
   static constexpr bool kReads = READS, kAnnounces = true, kLaps = RANKS;
   static_assert(sizeof(Storage) <= kMaxShared, "shared memory");
+  static_assert(kMultiplyWarps * kCombineSlots * kCombineBytes <= sizeof(Storage::stage),
+                "rows that are combined lie in the stages");
 
   struct Tickets {
     static __device__ __forceinline__ int start(const Parameters& p, Storage& storage) {
@@ -112,6 +115,7 @@ struct Direction {
     prepare(storage.move);
     for (uint32_t& count : storage.counted) count = 0;
     for (uint64_t& waited : storage.home_ns) waited = 0;
+    for (CombineStorage& warp : storage.combine) prepare(warp);
     barrier_init(storage.all_counted, kMultiplyWarps * kWarpArrivals + 1);
     for (int32_t& expert : storage.move_expert) expert = 0;
   }
@@ -377,7 +381,8 @@ struct Direction {
     return part<Arrival>(group, group.rank, group.at.arrived) + slot;
   }
 
-  // ---- combine: a warp takes two neighbouring tokens, and waits for the rows of both at once
+  // ---- combine: a warp takes two neighbouring tokens, and waits for the rows of both at once; they
+  // come through the stages, which no product needs any more
 
   static constexpr int kWarpTokens = kCombineTokens / 4;
   static_assert(kRowTile % kWarpTokens == 0, "they share a block of the shared expert");
@@ -394,18 +399,20 @@ struct Direction {
       }
     }
     clock_home(storage, false);
-    uint32_t added = 0, summed = await_rows(p, first, end);  // of this lane: pieces, and slots
+    const uint32_t summed = await_rows(p, first, end);  // of this lane: slots
     clock_home(storage, true);
-    for (int token = first; token < end; ++token) {
-      if constexpr (RANKS) {
-        const Peers& group = p.exchange.peers;
-        const auto* const home = part<uint4>(group, group.rank, group.at.home);
-        combine_token<true>(p.combine, token, lane, added, home);
-      } else {
-        combine_token(p.combine, token, lane, added);
-      }
-      if (p.parts != nullptr) add_parts(p, token);
+    fence_async();
+    const uint8_t* home = nullptr;
+    if constexpr (RANKS) {
+      const Peers& group = p.exchange.peers;
+      home = part<uint8_t>(group, group.rank, group.at.home);
     }
+    const int warp = threadIdx.x / 32 % kMultiplyWarps;
+    const uint32_t ring =
+        shared_address(storage.stage) + warp * (kCombineSlots * kCombineBytes);
+    Combiner<RANKS> rows{p.combine, home, storage.combine[warp], ring, p.fault, end, first};
+    const uint32_t added = rows.run();  // of this lane: pieces
+    for (int token = first; token < end && p.parts != nullptr; ++token) add_parts(p, token);
     add_of_warp(&storage.counted[kCombined], added);
     add_of_warp(&storage.counted[kCombinedSlots], summed);
   }

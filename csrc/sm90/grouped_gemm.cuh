@@ -126,9 +126,12 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
       K::after(p, *tile, lane);
     });
   }
-  // Tiles without products come last; nobody waits for a turn any more.
-  for (; !tile->last(); tile = &tiles.next()) {
-    if (mine()) K::no_product(p, storage, *tile);
+  // Tiles without products come last, and need no turns. They may use the stages: who has the first
+  // of them waits for the other warpgroup's last tile, who has the next had the tile before that.
+  for (bool first = true; !tile->last(); tile = &tiles.next(), first = false) {
+    if (!mine()) continue;
+    if (first) epilogue.await_turn(tiles.ring.slot() / 2);
+    K::no_product(p, storage, *tile);
   }
   K::end(p, storage);
 }

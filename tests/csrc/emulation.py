@@ -142,6 +142,16 @@ FAULTS = {
         "await_block(p, row / kRowTile, Tag::kCombineRows, Tag::kCombineSums);",
         "",
     ),
+    "combine-adds-a-chunk-before-it-is-there": (
+        "device/combine.cuh",
+        "wait(storage.full[slot], used / kCombineSlots & 1, fault, Tag::kCombineChunk);",
+        "",
+    ),
+    "combine-takes-the-stages-before-the-last-product": (
+        "sm90/grouped_gemm.cuh",
+        "if (first) epilogue.await_turn(tiles.ring.slot() / 2);",
+        "",
+    ),
     "a-push-does-not-wait": (
         "sm90/direction.cuh",
         "await_block(p, first / kRowTile, Tag::kPushRows, Tag::kPushSums);",
@@ -165,9 +175,8 @@ FAULTS = {
 }
 _MOVED = "mover.copy(from, to, bytes);"
 _SENT = "mover.copy(from + static_cast<int64_t>(i) * bytes, there, bytes);"
-_ADDED = """sum[0].add(value[0][i]);
-        if (two) sum[1].add(value[1][i]);
-        added += two ? 2 : 1;"""
+_ADDED = """sum[j].add(load_shared_16(ring + slot * kCombineBytes + 16 * piece));
+        added += i < a.choices ? 1 : 0;"""
 # Rows that are lost or doubled: of slot 3, of those sent home at once the second, of token 0 the
 # first. Only the counts of device/census.cuh must show it.
 LOST = {
@@ -186,12 +195,12 @@ LOST = {
     "a-row-is-not-combined": (
         "device/combine.cuh",
         _ADDED,
-        f"if (token != 0 || i != 0) {{ {_ADDED} }}",
+        f"if (t != 0 || i != 0) {{ {_ADDED} }}",
     ),
     "a-row-is-combined-twice": (
         "device/combine.cuh",
         _ADDED,
-        f"{_ADDED} if (token == 0 && i == 0) {{ {_ADDED} }}",
+        f"{_ADDED} if (t == 0 && i == 0) {{ {_ADDED} }}",
     ),
 }
 # A rank that stops where it should tell that a row is home, and has said so.
