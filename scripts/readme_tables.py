@@ -101,16 +101,26 @@ def last(lines: list[dict[str, Any]], *key: str) -> list[dict[str, Any]]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """The lines of layer.jsonl that the table shows."""
+    """The lines of layer.jsonl that the table shows, in order."""
     lines = read_lines(RESULTS / "layer.jsonl")
-    shown = [
+    return [
         line
         for line in lines
         if line["load"] == "random"
         and (preset := PRESETS.get(line["name"])) is not None
         and dataclasses.asdict(preset) == line["shape"]
     ]
-    return last(shown, "name", "table")
+
+
+def beside(lines: list[dict[str, Any]], arms: tuple[str, ...]) -> str:
+    """Of one layer's lines: the time of the faster of those arms over mok's in the last run that
+    had one, and that run's commit where it is not the last run of all."""
+    for line in reversed(lines):
+        times = [line["arms"][arm]["times_mok"] for arm in arms if arm in line["arms"]]
+        if times and "mok" in line["arms"]:
+            older = "" if line is lines[-1] else f" (`{line['commit'][:9]}`)"
+            return f"{min(times):.2f}x{older}"
+    return "-"
 
 
 def trained() -> list[dict[str, Any]]:
@@ -135,10 +145,8 @@ def layers(lines: list[dict[str, Any]]) -> list[str]:
         ("torch grouped_mm", ("grouped_mm",)),
     )
     rows = []
-    for line in lines:
-        mok, shape = line["arms"].get("mok"), line["shape"]
-        if mok is None:
-            continue
+    for line in last([line for line in lines if "mok" in line["arms"]], "name", "table"):
+        mok, shape = line["arms"]["mok"], line["shape"]
         cells = [
             f"{line['name'].partition('/')[0]}, {shape['experts']} experts"
             f"{' + shared' * bool(shape['shared_ffn'])}, {line['load']}",
@@ -148,9 +156,8 @@ def layers(lines: list[dict[str, Any]]) -> list[str]:
             f"{mok['both_tflops']:.0f}",
             f"{mok['of_bound']:.2f}",
         ]
-        for _, arms in peers:
-            times = [line["arms"][arm]["times_mok"] for arm in arms if arm in line["arms"]]
-            cells.append(f"{min(times):.2f}x" if times else "-")
+        same = [x for x in lines if (x["name"], x["table"]) == (line["name"], line["table"])]
+        cells += [beside(same, arms) for _, arms in peers]
         about = line["device"].partition(",")[0], line["date"], f"`{line['commit'][:9]}`"
         rows.append([*cells, *about])
     head = ["layer, load", "T", "dW", "ms fwd + bwd", "TFLOP/s", "of bound"]
@@ -315,7 +322,7 @@ def main(tokens: list[str]) -> int:
 
 def draw() -> list[str]:
     """The pictures; a line for each, its name or why there is none."""
-    lines, curves = measured(), growth()
+    lines, curves = last(measured(), "name", "table"), growth()
     bars, times, growing = (RESULTS / f"{name}.png" for name in ("layer", "layer_time", "growth"))
     return [
         plot(bars, lines, []) or bars.name if lines else "no layer was measured",

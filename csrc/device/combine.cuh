@@ -43,14 +43,22 @@ struct Sum {  // of one piece
 constexpr int kCombineBytes = 2048;  // of a chunk
 constexpr int kCombineSlots = 8;     // chunks of a warp under way
 
+// racecheck follows no order that a __syncwarp makes, so in its build (kWarpArrivals) each lane
+// counts the chunks for itself, and tells through `read` that it has read one.
+constexpr bool kEveryLane = kWarpArrivals > 1;
+
 struct CombineStorage {  // of a warp, beside its ring
   uint64_t full[kCombineSlots];
-  uint32_t chunks;  // so far
+  uint64_t read[kEveryLane ? kCombineSlots : 1];
+  uint32_t chunks[kWarpArrivals];  // so far
 };
 
 __device__ __forceinline__ void prepare(CombineStorage& storage) {
   for (uint64_t& full : storage.full) barrier_init(full, 1);
-  storage.chunks = 0;
+  if (kEveryLane) {
+    for (uint64_t& read : storage.read) barrier_init(read, kWarpArrivals);
+  }
+  for (uint32_t& chunks : storage.chunks) chunks = 0;
 }
 
 // One warp: tokens up to `end`, whose rows are in memory. They may have been written by other CTAs
@@ -65,7 +73,7 @@ struct Combiner {
   Fault* fault;
   const int end;
   int token, block = 0, k = 0;  // of the next chunk to ask for
-  uint32_t asked = storage.chunks, used = storage.chunks;
+  uint32_t asked = storage.chunks[lane_index() % kWarpArrivals], used = asked;
 
   // Returns the pieces of routed rows that this lane has added.
   __device__ __forceinline__ uint32_t run() {
@@ -75,7 +83,7 @@ struct Combiner {
     for (int t = first; t < end; ++t) {
       for (int b = 0; b < blocks(); ++b) added += add(t, b);
     }
-    if (lane_index() == 0) storage.chunks = used;
+    if (kEveryLane || lane_index() == 0) storage.chunks[lane_index() % kWarpArrivals] = used;
     __syncwarp();
     return added;
   }
@@ -116,13 +124,13 @@ struct Combiner {
         }
       }
       if (from == nullptr) continue;
-      const uint32_t slot = asked++ % kCombineSlots;
+      const uint32_t slot = asked % kCombineSlots, round = asked / kCombineSlots;
+      ++asked;
       if (lane_index() == 0) {
+        if (kEveryLane) wait(storage.read[slot], round & 1 ^ 1, fault, Tag::kCombineChunk);
         arrive_expect(storage.full[slot], bytes_of(b));
-        bulk_load(ring + slot * kCombineBytes,
-                  from + b * kCombineBytes,
-                  bytes_of(b),
-                  storage.full[slot]);
+        bulk_load(
+            ring + slot * kCombineBytes, from + b * kCombineBytes, bytes_of(b), storage.full[slot]);
       }
       return;
     }
@@ -146,11 +154,12 @@ struct Combiner {
         added += i < a.choices ? 1 : 0;
       }
       __syncwarp();
+      if (kEveryLane) arrive_of_warp(storage.read[slot]);
       ask();
     }
     const bool faulty = *a.faulty != 0;
-    uint4* const out = static_cast<uint4*>(a.out) +
-                       static_cast<int64_t>(t) * (row_bytes() / 16) + b * (kCombineBytes / 16);
+    uint4* const out = static_cast<uint4*>(a.out) + static_cast<int64_t>(t) * (row_bytes() / 16) +
+                       b * (kCombineBytes / 16);
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const int piece = lane + 32 * j;

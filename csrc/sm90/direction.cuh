@@ -381,8 +381,8 @@ struct Direction {
     return part<Arrival>(group, group.rank, group.at.arrived) + slot;
   }
 
-  // ---- combine: a warp takes two neighbouring tokens, and waits for the rows of both at once; they
-  // come through the stages, which no product needs any more
+  // ---- combine: a warp takes two neighbouring tokens, and waits for the rows of both at once;
+  // they come through the stages, which no product needs any more
 
   static constexpr int kWarpTokens = kCombineTokens / 4;
   static_assert(kRowTile % kWarpTokens == 0, "they share a block of the shared expert");
@@ -408,8 +408,7 @@ struct Direction {
       home = part<uint8_t>(group, group.rank, group.at.home);
     }
     const int warp = threadIdx.x / 32 % kMultiplyWarps;
-    const uint32_t ring =
-        shared_address(storage.stage) + warp * (kCombineSlots * kCombineBytes);
+    const uint32_t ring = shared_address(storage.stage) + warp * (kCombineSlots * kCombineBytes);
     Combiner<RANKS> rows{p.combine, home, storage.combine[warp], ring, p.fault, end, first};
     const uint32_t added = rows.run();  // of this lane: pieces
     for (int token = first; token < end && p.parts != nullptr; ++token) add_parts(p, token);

@@ -48,6 +48,7 @@ class Group:
         rows: int | None = None,
         ctas: int | None = None,
         ahead: int = 0,
+        movers: int = 0,
         epoch: int = 0,
     ) -> Group:
         """For at most `tokens` tokens a rank; R is `rows`, or of `budget`; neither: room for any
@@ -63,7 +64,8 @@ class Group:
             space.memory[x:] = 0xFF  # NaN in bf16
             word = torch.tensor([epoch], dtype=torch.uint32).view(torch.uint8)
             space.memory[control : control + 4] = word.to(cases.DEVICE)
-        backends = [CudaBackend(shape, None, cases.DEVICE, (space, 1)) for space in spaces]
+        given = [(space, 1) for space in spaces]
+        backends = [CudaBackend(shape, None, cases.DEVICE, at, movers=movers) for at in given]
         for backend in backends:
             backend.ctas = ctas or SMS // ranks
             backend.ahead = ahead

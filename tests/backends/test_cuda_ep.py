@@ -193,10 +193,15 @@ def test_all_tokens_to_one_rank() -> None:
 
 
 @gpu
-@pytest.mark.parametrize(("ctas", "ahead"), [(1, 0), (3, 1), (8, 100), (16, 2)])
-def test_neither_share_nor_order_of_the_work_changes_a_byte(ctas: int, ahead: int) -> None:
+@pytest.mark.parametrize(
+    ("ctas", "ahead", "movers"), [(1, 0, 0), (3, 1, 1), (8, 100, 2), (16, 2, 5), (16, 0, 16)]
+)
+def test_neither_share_nor_order_of_the_work_changes_a_byte(
+    ctas: int, ahead: int, movers: int
+) -> None:
     problem = Problem.of(CASE)
-    group = virtual.Group.of(replace(problem.shape, ep_size=8), 75, ctas=ctas, ahead=ahead)
+    shape = replace(problem.shape, ep_size=8)
+    group = virtual.Group.of(shape, 75, ctas=ctas, ahead=ahead, movers=movers)
     _check(problem, (75,) * 8, group=group)
 
 

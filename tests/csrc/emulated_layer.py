@@ -72,6 +72,7 @@ class Layer:
     ctas: int = 2
     started: int = 0
     ahead: int = 0
+    movers: int = 0  # CTAs that move rows of several ranks; 0: all
     most: int = 0  # tokens that a rank may have; 0: what one has
     tiles: int = 0  # row tiles of R; 0: what the rank with the most rows needs
     spaces: list[Tensor] = field(default_factory=list)  # the ranks' workspaces
@@ -293,6 +294,7 @@ def drawn(seed: int, ranks: int = 1) -> Layer:
         ctas=draw.choice([1, 2, 3]),
         ahead=draw.choice([0, 1]),
         tiles=draw.choice([0, 1, 2]) if ranks > 1 else 0,
+        movers=draw.choice([0, 1]),
     )
 
 

@@ -44,6 +44,7 @@ SIZES = [
     "layer",
     "most",
     "capacity",
+    "movers",
 ]
 BUFFERS = [
     "row_start",

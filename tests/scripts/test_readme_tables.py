@@ -61,6 +61,22 @@ def test_a_layer_is_one_row_with_the_faster_of_megatrons_paths() -> None:
     assert readme_tables.layers([_line("x", arms={"sonic": {}})]) == []
 
 
+def test_a_peer_of_an_earlier_run_is_shown_with_that_runs_commit() -> None:
+    mok = _line("qwen/16")["arms"]["mok"]
+    lines = [
+        _line("qwen/16", arms={"mok": mok, "sonic": {"times_mok": 1.1}}, commit="a" * 40),
+        _line("qwen/16", arms={"mok": mok, "sonic": {"times_mok": 1.2}}, commit="b" * 40),
+        _line("qwen/16", arms={"sonic": {"times_mok": 9.9}}, commit="c" * 40),
+        _line("qwen/128", arms={"mok": mok, "sonic": {"times_mok": 2.0}}, commit="d" * 40),
+        _line("qwen/16", commit="e" * 40),
+    ]
+    *_, row, other = readme_tables.layers(lines)
+    assert row.endswith(
+        "| 1.25x | 1.20x (`bbbbbbbbb`) | - | NVIDIA H200 | 2026-01-02 | `eeeeeeeee` |"
+    )
+    assert " 2.00x | - | NVIDIA" in other
+
+
 def test_a_flag_is_named_once_with_all_its_values_under_its_topic() -> None:
     said = readme_tables._merged(["--a 1", "--b", "--a 2 3", "--a 1", "c=True"])
     assert said == "`--a 1 / 2 3`, `--b`, `c=True`"
@@ -101,7 +117,7 @@ def test_a_sweep_makes_no_rows_but_a_picture_of_one_commit(
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"{name}.jsonl").write_text(text)
     monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
-    assert readme_tables.measured() == [lines[5]]
+    assert readme_tables.measured() == [lines[2], lines[5]]
     (sweep,) = readme_tables.growth()
     assert sweep.lines == lines[3:6]
 

@@ -7,7 +7,7 @@ namespace {
 struct Sizes {  // the order of emulation.py's words
   int64_t tokens, choices, experts, rows, hidden, width, shared_width;
   int64_t ctas, ahead, fp32, accumulate;
-  int64_t ranks, rank, most_tokens, layer, most, capacity;
+  int64_t ranks, rank, most_tokens, layer, most, capacity, movers;
 };
 
 struct Buffers {  // likewise; null: not there
@@ -93,6 +93,7 @@ mok::DirectionLaunch launch_of(const Sizes& s, const Buffers& b) {
   return {.words = b.words,
           .ctas = static_cast<int32_t>(s.ctas),
           .ahead = static_cast<int32_t>(s.ahead),
+          .movers = static_cast<int32_t>(s.movers),
           .stream = reinterpret_cast<void*>(s.rank + 1)};
 }
 
