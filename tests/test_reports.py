@@ -68,7 +68,7 @@ TensorRT-LLM 17376 | slow but healthy is killed | backends/test_cuda_ep::test_a_
 nccl 2303 | later noise hides the first error | backends/test_faults::test_the_first_fault_stays_until_a_call_ends_well
 Megatron-Bridge 3517 | hang after capture | test_config::test_two_selectors_are_refused test_config::test_refused
 Tutel 182 | ranks make other numbers of calls | backends/test_calls::test_a_rank_that_skips_a_call_is_found_at_once backends/test_calls::test_a_rank_that_is_elsewhere_is_named backends/test_cuda_ep::test_a_rank_that_makes_another_call_is_a_fault_on_all
-pytorch 193834 | waits without a limit | backends/test_faults::test_the_tags_are_those_of_the_header backends/test_cuda_processes::test_a_stopped_rank_is_written_down_by_those_who_wait
+pytorch 193834 | waits without a limit | csrc/test_waits::test_every_loop_that_waits_has_a_deadline csrc/test_waits::test_a_planted_loop_without_a_deadline_is_found backends/test_cuda_processes::test_a_stopped_rank_is_written_down_by_those_who_wait
 pytorch 165685 | pidfd_getfd not permitted | doctor/test_surroundings::test_a_broken_machine_gets_cause_and_remedy
 flashinfer 4089 | the same in siblings | doctor/test_surroundings::test_a_broken_machine_gets_cause_and_remedy
 pytorch 171495 | group over two hosts | test_peers::test_two_hosts_are_refused doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy
