@@ -74,7 +74,7 @@ flashinfer 4089 | the same in siblings | doctor/test_surroundings::test_a_broken
 pytorch 171495 | group over two hosts | test_peers::test_two_hosts_are_refused doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy
 pytorch 167537 | system not yet initialized | doctor/test_software::test_a_broken_machine_gets_cause_and_remedy
 nccl 1647 | handle of another container | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy test_peers::test_a_pair_that_cannot_is_named backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
-nvshmem 40 | acts on a failed query | test_peers::test_ranks_of_one_gpu_need_its_memory_together backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
+nvshmem 40 | acts on a failed query | test_peers::test_a_query_that_the_driver_refuses_is_an_error_not_an_answer doctor/test_probes::test_the_driver_refuses_hides_or_is_not_there
 vllm 50179 | multicast missing | backends/test_workspace::test_two_groups_share_what_is_theirs
 nccl 360 | handles of many containers | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
 pytorch 84803 | peer copies return zeros | doctor/test_probes::test_a_pattern_that_changes_names_its_pair
