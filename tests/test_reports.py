@@ -73,10 +73,10 @@ pytorch 165685 | pidfd_getfd not permitted | doctor/test_surroundings::test_a_br
 flashinfer 4089 | the same in siblings | doctor/test_surroundings::test_a_broken_machine_gets_cause_and_remedy
 pytorch 171495 | group over two hosts | test_peers::test_two_hosts_are_refused doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy
 pytorch 167537 | system not yet initialized | doctor/test_software::test_a_broken_machine_gets_cause_and_remedy
-nccl 1647 | handle of another container | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy test_peers::test_a_pair_that_cannot_is_named backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
+nccl 1647 | handle of another container | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy doctor/test_machine::test_limits_are_read_from_the_files_of_a_container
 nvshmem 40 | acts on a failed query | test_peers::test_a_query_that_the_driver_refuses_is_an_error_not_an_answer doctor/test_probes::test_the_driver_refuses_hides_or_is_not_there
 vllm 50179 | multicast missing | backends/test_workspace::test_two_groups_share_what_is_theirs
-nccl 360 | handles of many containers | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
+nccl 360 | handles of many containers | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy doctor/test_machine::test_limits_are_read_from_the_files_of_a_container
 pytorch 84803 | peer copies return zeros | doctor/test_probes::test_a_pattern_that_changes_names_its_pair
 sglang 29942 | out of memory as invalid argument | backends/test_cuda::test_an_op_without_room_says_what_is_there test_peers::test_ranks_of_one_gpu_need_its_memory_together
 Megatron-LM 5288 | a budget drops tokens silently | backends/test_cuda_ep::test_rows_beyond_the_budget_take_the_buffers_in_turn backends/test_cuda_faults::test_no_optimizer_changes_a_parameter_after_a_fault
