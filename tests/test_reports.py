@@ -64,7 +64,7 @@ Megatron-LM 5749 | deadlock beside other kernels | backends/test_cuda_crowded::t
 Megatron-LM 2238 | time limit not passed on | backends/test_calls::test_a_stopped_rank_is_named
 DeepEP 570 | the culprit is not named | backends/test_calls::test_a_stopped_rank_is_named backends/test_calls::test_a_killed_rank_is_named backends/test_cuda_processes::test_a_stopped_rank_is_written_down_by_those_who_wait doctor/test_merge::test_who_was_first
 Megatron-Bridge 1335 | the host waits for counts | backends/test_cuda::test_the_host_waits_for_nothing_not_even_in_the_first_call
-TensorRT-LLM 17376 | slow but healthy is killed | backends/test_cuda_ep::test_a_rank_that_comes_late_is_waited_for
+TensorRT-LLM 17376 | slow but healthy is killed | backends/test_calls::test_a_slow_rank_is_waited_for_in_every_call_anew backends/test_calls::test_a_rank_that_is_elsewhere_is_named
 nccl 2303 | later noise hides the first error | backends/test_faults::test_the_first_fault_stays_until_a_call_ends_well
 Megatron-Bridge 3517 | hang after capture | test_config::test_two_selectors_are_refused test_config::test_refused
 Tutel 182 | ranks make other numbers of calls | backends/test_calls::test_a_rank_that_skips_a_call_is_found_at_once backends/test_calls::test_a_rank_that_is_elsewhere_is_named backends/test_cuda_ep::test_a_rank_that_makes_another_call_is_a_fault_on_all
