@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from mok_megatron import peers
 from mok_megatron.peers import CLOSED, FINE, PLAIN, UNSEEN, Card
@@ -71,6 +73,38 @@ def test_what_a_rank_reaches() -> None:
     assert found == [FINE, CLOSED, PLAIN, UNSEEN, FINE]
     both = peers.reaches_of(every, 0, dict(visible), lambda a, b: (True, True))
     assert both == [FINE, FINE, FINE, UNSEEN, FINE]
+
+
+class _Driver:
+    """A libcuda that writes native atomics into the answer and then returns `error`."""
+
+    def __init__(self, error: int, says: int) -> None:
+        self.error, self.says = error, says
+
+    def cuDeviceGetP2PAttribute(self, into: Any, which: int, a: int, b: int) -> int:
+        assert (which, a, b) == (3, 2, 5)
+        into._obj.value = self.says
+        return self.error
+
+
+def test_a_query_that_the_driver_refuses_is_an_error_not_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever it has left behind: not an unreachable GPU either, for which others stop too."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (2, 5))
+    every, visible = cards(2), {(1, 0): 2, (1, 1): 5}
+    for says, link in ((1, FINE), (0, PLAIN)):
+        for error in (0, 101, 802):
+            driver = _Driver(error, says)
+            monkeypatch.setattr(peers.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+            if not error:
+                assert peers.reaches_of(every, 0, visible, peers._attribute) == [FINE, link]
+                continue
+            with pytest.raises(RuntimeError) as raised:
+                peers.reaches_of(every, 0, visible, peers._attribute)
+            rule = "mok: the driver must say whether GPU 2 has native atomics on GPU 5"
+            remedy = "run python -m mok_megatron.doctor"
+            assert str(raised.value) == f"{rule}, got error {error}; {remedy}"
 
 
 @pytest.mark.parametrize(

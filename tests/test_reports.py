@@ -64,19 +64,19 @@ Megatron-LM 5749 | deadlock beside other kernels | backends/test_cuda_crowded::t
 Megatron-LM 2238 | time limit not passed on | backends/test_calls::test_a_stopped_rank_is_named
 DeepEP 570 | the culprit is not named | backends/test_calls::test_a_stopped_rank_is_named backends/test_calls::test_a_killed_rank_is_named backends/test_cuda_processes::test_a_stopped_rank_is_written_down_by_those_who_wait doctor/test_merge::test_who_was_first
 Megatron-Bridge 1335 | the host waits for counts | backends/test_cuda::test_the_host_waits_for_nothing_not_even_in_the_first_call
-TensorRT-LLM 17376 | slow but healthy is killed | backends/test_cuda_ep::test_a_rank_that_comes_late_is_waited_for
+TensorRT-LLM 17376 | slow but healthy is killed | backends/test_calls::test_a_slow_rank_is_waited_for_in_every_call_anew backends/test_calls::test_a_rank_that_is_elsewhere_is_named
 nccl 2303 | later noise hides the first error | backends/test_faults::test_the_first_fault_stays_until_a_call_ends_well
 Megatron-Bridge 3517 | hang after capture | test_config::test_two_selectors_are_refused test_config::test_refused
 Tutel 182 | ranks make other numbers of calls | backends/test_calls::test_a_rank_that_skips_a_call_is_found_at_once backends/test_calls::test_a_rank_that_is_elsewhere_is_named backends/test_cuda_ep::test_a_rank_that_makes_another_call_is_a_fault_on_all
-pytorch 193834 | waits without a limit | backends/test_faults::test_the_tags_are_those_of_the_header backends/test_cuda_processes::test_a_stopped_rank_is_written_down_by_those_who_wait
+pytorch 193834 | waits without a limit | csrc/test_waits::test_every_loop_that_waits_has_a_deadline csrc/test_waits::test_a_planted_loop_without_a_deadline_is_found backends/test_cuda_processes::test_a_stopped_rank_is_written_down_by_those_who_wait
 pytorch 165685 | pidfd_getfd not permitted | doctor/test_surroundings::test_a_broken_machine_gets_cause_and_remedy
 flashinfer 4089 | the same in siblings | doctor/test_surroundings::test_a_broken_machine_gets_cause_and_remedy
 pytorch 171495 | group over two hosts | test_peers::test_two_hosts_are_refused doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy
 pytorch 167537 | system not yet initialized | doctor/test_software::test_a_broken_machine_gets_cause_and_remedy
-nccl 1647 | handle of another container | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy test_peers::test_a_pair_that_cannot_is_named backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
-nvshmem 40 | acts on a failed query | test_peers::test_ranks_of_one_gpu_need_its_memory_together backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
+nccl 1647 | handle of another container | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy doctor/test_machine::test_limits_are_read_from_the_files_of_a_container
+nvshmem 40 | acts on a failed query | test_peers::test_a_query_that_the_driver_refuses_is_an_error_not_an_answer doctor/test_probes::test_the_driver_refuses_hides_or_is_not_there
 vllm 50179 | multicast missing | backends/test_workspace::test_two_groups_share_what_is_theirs
-nccl 360 | handles of many containers | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy backends/test_workspace::test_a_rank_that_fails_is_named_by_its_group
+nccl 360 | handles of many containers | doctor/test_sharing::test_a_broken_machine_gets_cause_and_remedy doctor/test_machine::test_limits_are_read_from_the_files_of_a_container
 pytorch 84803 | peer copies return zeros | doctor/test_probes::test_a_pattern_that_changes_names_its_pair
 sglang 29942 | out of memory as invalid argument | backends/test_cuda::test_an_op_without_room_says_what_is_there test_peers::test_ranks_of_one_gpu_need_its_memory_together
 Megatron-LM 5288 | a budget drops tokens silently | backends/test_cuda_ep::test_rows_beyond_the_budget_take_the_buffers_in_turn backends/test_cuda_faults::test_no_optimizer_changes_a_parameter_after_a_fault

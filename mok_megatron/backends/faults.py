@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mok_megatron.backends import calls
 from mok_megatron.backends.rules import CallFault, not_finite
 from mok_megatron.contract import OVERFULL
+from mok_megatron.records import MERGE, Record, directory
 
 _DUPLICATE, _NOT_FINITE = 2, 3  # RouteFaultKind in csrc/layer_arguments.h
 _TOKENS, _ROWS = 6, 7  # ExchangeFaultKind in csrc/exchange_arguments.h; and 1 to 5:
@@ -84,7 +85,7 @@ def record() -> Found:
             try:
                 torch.cuda.current_stream().synchronize()
             except RuntimeError:
-                torch.ops.mok_megatron.check_stopped()  # says more, if it was a launch of ours
+                raise_stopped()  # says more, if it was a launch of ours
                 raise
             if found.value:
                 raise_found()
@@ -106,13 +107,24 @@ def raise_found() -> None:
         kind = kinds.get(words[0], "desync")
         error = _fault(describe_call(words), kind, words[1])
     if error is None:
-        if look_for_stopped():  # and stays so
-            torch.ops.mok_megatron.check_stopped()
+        raise_stopped()
         return
     if (last := calls.latest()) is not None:
         last.phase = "an earlier call"
         last.failed(error)
     raise error
+
+
+def raise_stopped() -> None:
+    """Raises RuntimeError where a wait of the device was in vain, every time: check.h's words, and
+    what the record says."""
+    if not look_for_stopped():
+        return
+    try:
+        torch.ops.mok_megatron.check_stopped()
+    except RuntimeError as error:
+        error.args = (f"{error}{_looked[0]}",)
+        raise
 
 
 def _fault(text: str, kind: str, rank: int | None) -> CallFault:
@@ -125,7 +137,7 @@ def _watch() -> None:
 
 
 _lock = threading.Lock()
-_looked: list[bool] = []  # whether a stopped launch has been written down
+_looked: list[str] = []  # a stopped launch has been written down: what of it
 
 
 def look_for_stopped() -> bool:
@@ -134,9 +146,9 @@ def look_for_stopped() -> bool:
     it is waiting for the device when its launcher ends it."""
     with _lock:
         if not _looked and stopped()[0]:
-            _looked.append(True)
+            _looked.append("")
             time.sleep(_SETTLE_S)  # the tag is written first
-            _write_stopped(stopped(), _why_stopped())
+            _looked[0] = _write_stopped(stopped(), _why_stopped())
         return bool(_looked)
 
 
@@ -153,10 +165,11 @@ def _why_stopped() -> str:
     return ""
 
 
-def _write_stopped(words: Sequence[int], text: str) -> None:
+def _write_stopped(words: Sequence[int], text: str) -> str:
+    """The record, in a line."""
     last = calls.latest()
     if last is None:
-        return
+        return ""
     tag, _, thread, seen, epoch = words
     between = tag in (_START, _COMBINE_HOME, _ABORTED)
     last.phase = text.partition("launch failed: ")[2].partition(" (CTA")[0]
@@ -172,7 +185,25 @@ def _write_stopped(words: Sequence[int], text: str) -> None:
         expected=expected,
         seen=seen,
     )
-    last.write_wait(record)
+    _, names, why_not = last.write_wait(record)
+    return _in_words(record, names, why_not)
+
+
+def _in_words(record: Record, names: str, why_not: str | None) -> str:
+    where = (
+        f"call {record.call} (layer {record.layer}, {record.direction})"
+        if record.call
+        else "a call that is not known"
+    )
+    wanted = "not known" if record.expected is None else record.expected
+    where_kept = (
+        f"recorded for {MERGE} {directory()}" if why_not is None else f"no record: {why_not}"
+    )
+    return (
+        f"\nmok: found on rank {record.rank} in {where}, where {record.phase}: {record.counter}, "
+        f"expected {wanted}, got {record.seen}; look into the log of {names or 'each rank'} first; "
+        f"{where_kept}"
+    )
 
 
 def describe(words: Sequence[int]) -> str:

@@ -169,3 +169,44 @@ def test_a_rank_that_skips_a_call_is_found_at_once(tmp_path: Path) -> None:
     assert found["ranks"] == [CULPRIT]
     assert max(record["waited_s"] for record in found["records"]) < LIMIT_S
     assert found["what"].startswith("rank 1 made another call than the others in call 5")
+
+
+LATE_LIMIT_S, LATE_S = 5.0, 2.5  # late in three calls: together longer than the limit
+LATE_CALLS = (0, 3, 5)
+
+
+def _late(rank: int, world: int, folder: str) -> tuple[list[bytes], list[float]]:
+    """Each call's y or dx, and how long it took. One rank is late in its first call, in a later
+    forward, and in the backward."""
+    os.environ[records.VARIABLE] = folder
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=LATE_LIMIT_S))
+    batch, shape = Batch.of(CASE), CASE.shape(world)
+    mine, weights = batch.tokens(rank, world), batch.weights(rank, world)
+    backend = ReferenceBackend(shape, group)
+    found, took = [], []
+    for number in range(6):
+        if rank == CULPRIT and number in LATE_CALLS:
+            time.sleep(LATE_S)
+        began = time.monotonic()
+        if number < 5:
+            y_TH, context = backend.forward(
+                batch.x_TH[mine], batch.expert_TK[mine], batch.prob_TK[mine], weights
+            )
+            found.append(y_TH.numpy().tobytes())
+        else:
+            into = places(weights, shape, 0.0, torch.float32)
+            given = backend.backward(context, batch.dy_TH[mine], weights, into)
+            found.append(given.dx_TH.numpy().tobytes())
+        took.append(time.monotonic() - began)
+    return found, took
+
+
+def test_a_slow_rank_is_waited_for_in_every_call_anew(tmp_path: Path) -> None:
+    """The limit is of one wait, not of a run: slow is not dead, and nothing is written down."""
+    every = run_ranks(3, _late, str(tmp_path), deadline=60)
+    for rank, (found, took) in enumerate(every):
+        assert len(set(found[:5])) == 1
+        if rank != CULPRIT:
+            assert min(took[number] for number in LATE_CALLS) > LATE_S / 2
+            assert sum(took) > LATE_LIMIT_S
+    assert not [*tmp_path.iterdir()]

@@ -67,8 +67,14 @@ def test_the_counts_are_those_of_the_header() -> None:
     assert list(faults._COUNTED) == [int(first[1]) + i for i in range(counts.index("kCounts"))]
 
 
-def _stopped(rank: int, world: int, folder: str, tag: int) -> None:
-    """The device of rank 0 has stopped the group's third call of a shape, the fourth of all."""
+def _raises(words: str) -> None:
+    raise RuntimeError(words)
+
+
+def _stopped(rank: int, world: int, folder: str, tag: int) -> list[str]:
+    """The device of rank 0 has stopped the group's third call of a shape, the fourth of all.
+    What is raised there, twice."""
+    said = []
     os.environ[records.VARIABLE] = folder
     first, second = (Calls("cuda", SHAPE, dist.group.WORLD) for _ in range(2))
     other = Calls("cuda", replace(SHAPE, hidden=128), dist.group.WORLD)
@@ -82,22 +88,41 @@ def _stopped(rank: int, world: int, folder: str, tag: int) -> None:
         faults._why_stopped = lambda: WORDS[tag]
         assert faults.look_for_stopped()
         assert faults.look_for_stopped()
+        torch.ops.mok_megatron = SimpleNamespace(
+            take_route_fault=lambda: [0] * 8,
+            take_exchange_fault=lambda: [0] * 5,
+            check_stopped=lambda: _raises(WORDS[tag]),
+        )
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as raised:
+                faults.raise_found()
+            said.append(str(raised.value))
     dist.barrier()
+    return said
 
 
 @pytest.mark.parametrize("tag", WORDS)
 def test_a_stopped_launch_is_written_down(tmp_path: Path, tag: int) -> None:
-    run_ranks(2, _stopped, str(tmp_path), tag, deadline=60)
+    (said, again), _ = run_ranks(2, _stopped, str(tmp_path), tag, deadline=60)
     record = only(tmp_path)
     assert (record.rank, record.group, record.seen) == (0, [0, 1], 2)
+    assert said == again
+    words, _, line = said.partition("\nmok: found on rank 0 in ")
+    assert words == WORDS[tag]
+    assert f", where {record.phase}: {record.counter}, expected " in line
+    assert line.endswith(f"; recorded for {records.MERGE} {tmp_path}")
     if tag == 10:  # nobody else's fault, and no epoch says in which call
         assert (record.kind, record.blamed, record.call) == ("error", [0], 0)
         assert record.phase == "load waited for the rows of its block"
+        assert line.startswith("a call that is not known, where load waited")
+        assert ", expected not known, got 2; look into the log of rank 0 first;" in line
         return
     assert (record.kind, record.counter, record.expected) == ("wait", "epoch of the call", 3)
     assert (record.call, record.layer, record.direction) == (4, 3, "backward")
     assert record.blamed == [1]
     assert re.fullmatch(r"process \d+ runs", record.peers["1"])
+    assert line.startswith("call 4 (layer 3, backward), where ")
+    assert ": epoch of the call, expected 3, got 2; look into the log of rank 1 (process " in line
     (found,) = merge.merge(tmp_path)["incidents"]
     assert found["what"].startswith("rank 1 did not arrive at call 4 (layer 3, backward)")
 
