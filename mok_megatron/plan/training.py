@@ -117,7 +117,7 @@ def iteration(model: Model, machine: Machine, ranks: int) -> Iteration:
         optimizer=optimizer,
         best=total,
         worst=passes * worst + reduce + gather + optimizer,
-        tokens_per_s=1e3 * micro_batches * model.tokens / total,
+        tokens_per_s=1e3 * micro_batches * model.tokens / (model.pipeline * total),
     )
 
 

@@ -63,6 +63,15 @@ def test_overlap_hides_as_much_as_one_pass_lasts() -> None:
     assert iteration(qwen, GB200, 64).exposed == 0, "and where all ranks have own experts"
 
 
+@pytest.mark.parametrize("ranks", [64, 512, 4096])
+def test_all_ranks_together_take_the_batch(ranks: int) -> None:
+    deepseek = model("deepseek_v3")
+    found = iteration(deepseek, H200, ranks)
+    assert found.pipeline == 16
+    tokens = found.tokens_per_s * ranks * found.best / 1e3
+    assert tokens == pytest.approx(deepseek.batch * 4096)
+
+
 def test_the_pipelines_bubble() -> None:
     deepseek = model("deepseek_v3")
     found = iteration(deepseek, H200, 512)
