@@ -224,8 +224,9 @@ def flags() -> str:
             tests[test.partition("[")[0]] = None
     for topic, (said, tests) in by_topic.items():
         rows.append([f"**works**: {topic}", _merged(said), _tests(tests)])
-    accepted = [f for row in table if row.verdict == "accepted" for f in row.flags.split(", ")]
-    rows.append(["accepted", _merged(accepted), "`test_config.py::test_works`"])
+    together = [row.flags.replace(", ", "` with `") for row in table if row.verdict == "accepted"]
+    accepted = ", ".join(f"`{flags}`" for flags in together)
+    rows.append(["accepted", accepted, "`test_config.py::test_works`"])
     firsts = {rule: kind for kind, rule in KINDS.items()}
     kind = ""
     refused = []

@@ -12,7 +12,7 @@
 //   store        writes a pass's output, then raises done0 or done1 of its block, and, behind pass
 //                0, expert_done and expert_rows; behind a weight gradient, lap_done
 //   multiply     writes the sums itself and raises sums[block]; in a combine tile waits for done1
-//                (and sums) and for arrivals, reads the rows and writes tokens
+//                (and sums) and for arrivals, reads the rows through the stages and writes tokens
 // Counters only grow within a call, from the zero that plan_work writes before the grid starts. A
 // wait's cause is a move or a tile of an earlier ticket, or an arrival from a rank that runs; rows
 // of the first lap are brought without a wait, and no product waits for rows that go home but those
@@ -401,7 +401,7 @@ struct Direction {
     clock_home(storage, false);
     const uint32_t summed = await_rows(p, first, end);  // of this lane: slots
     clock_home(storage, true);
-    fence_async();
+    fence_async();  // lane 0 copies what all lanes have seen
     const uint8_t* home = nullptr;
     if constexpr (RANKS) {
       const Peers& group = p.exchange.peers;

@@ -126,11 +126,14 @@ __device__ __forceinline__ void multiply(const typename K::Parameters& p,
       K::after(p, *tile, lane);
     });
   }
-  // Tiles without products come last, and need no turns. They may use the stages: who has the first
-  // of them waits for the other warpgroup's last tile, who has the next had the tile before that.
-  for (bool first = true; !tile->last(); tile = &tiles.next(), first = false) {
+  // Tiles without products come last, and need no turns. They may use the stages, so no warp begins
+  // one before all products of the CTA are over: those of the own warpgroup, which meets here, and
+  // of the other. Who has the first such tile waits for the other's last one; who has the second
+  // has itself had the last tile with products, and so waited for the one before.
+  for (int i = 0; !tile->last(); tile = &tiles.next(), ++i) {
     if (!mine()) continue;
-    if (first) epilogue.await_turn(tiles.ring.slot() / 2);
+    if (i < 2) named_sync(NamedBarrier::kZeroed, warpgroup, 128);
+    if (i == 0) epilogue.await_turn(tiles.ring.slot() / 2);
     K::no_product(p, storage, *tile);
   }
   K::end(p, storage);

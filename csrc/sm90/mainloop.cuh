@@ -18,6 +18,7 @@
 //   phase u. It cannot be two phases behind: use u + 1 is loaded only after stage_empty's phase u.
 // - stage_empty completes phase u when all warps that read the stage have arrived, once each. load
 //   waits for phase u - 1 before use u, parity (u & 1) ^ 1, which an unused barrier satisfies.
+//   After the last product the stages are those of the tiles without products.
 // - tile_full and tile_empty: the same pair around a slot of the tile queue, with one arrival of
 //   load and one of each reading warp.
 // - products_turn[w] completes phase c when the four warps of the other warpgroup have

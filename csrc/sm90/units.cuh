@@ -20,9 +20,9 @@
 // - fill_turn[w] completes phase c when the four warps of the other warpgroup have filled all units
 //   of their tile; waited for like products_turn. Without it a warpgroup that skips the other's
 //   units could wait for a phase two behind the one it needs, whose parity is the same, and pass.
-//   It is waited for once more before the first tile without products, which may use the stages.
 //   With it, who waits for use u has seen use u - 1 filled, which had itself waited for phase u - 2
-//   of unit_drained and for phase u - 1 of unit_ready.
+//   of unit_drained and for phase u - 1 of unit_ready. It is waited for once more before the first
+//   tile without products, which may use the stages.
 //
 // store lets kLag units be under way before it frees the oldest. Whoever waits for a slot waits for
 // the unit kUnitSlots before it, which store has taken or will take: kLag < kUnitSlots.

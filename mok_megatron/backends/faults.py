@@ -124,6 +124,7 @@ def raise_stopped() -> None:
         torch.ops.mok_megatron.check_stopped()
     except RuntimeError as error:
         error.args = (f"{error}{_looked[0]}",)
+        vars(error)["mok_record"] = True  # it has its record, and names its call
         raise
 
 
@@ -177,7 +178,7 @@ def _write_stopped(words: Sequence[int], text: str) -> str:
     counter, expected = "epoch of the call", epoch if between else None
     if tag == _ABORTED:  # what the rank that stopped first has waited for
         counter, expected = f"abort of rank {last.place.ranks[seen >> 12 & 0xFFF]}", 0
-        tag, thread = seen >> 24, seen & 0xFFF
+        tag, thread, seen = seen >> 24, seen & 0xFFF, 1
     blamed = [thread] if tag == _START else [] if between else [last.place.own]
     record = replace(
         last.record("wait" if between else "error", text, blamed),

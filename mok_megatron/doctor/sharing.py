@@ -28,7 +28,11 @@ def launch(environment: Mapping[str, str]) -> tuple[int, int]:
         values = (environment.get(name, "") for name in names)
         return next((int(value) for value in values if value.isdigit()), 0)
 
-    here = number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+    here = number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if (
+        not here and (tasks := number("SLURM_NTASKS_PER_NODE")) > 1
+    ):  # one: torchrun starts the ranks
+        here = tasks
     world = number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
     hosts = number("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     return hosts or (-(-world // here) if here else 0), here
@@ -42,7 +46,9 @@ def _namespaces(m: Machine, backend: str) -> Found:
     _, here = launch(m.environment)
     own = " and ".join(name.upper() for name in m.own_namespaces)
     inside = f"own {own} namespace{'s' * (len(m.own_namespaces) > 1)}, as in a container"
-    if m.devices and here > len(m.devices):
+    if m.expert_parallel == 1:
+        yield "ok", "groups of one rank share no memory", ""
+    elif m.devices and here > len(m.devices):
         yield (
             needed(backend),
             f"the launch has {here} ranks on this host, and {len(m.devices)} of its GPUs are seen "
@@ -90,8 +96,14 @@ def _hosts(m: Machine, backend: str) -> Found:
         yield (
             level,
             f"an expert parallel group must lie on one host, got groups of {group} ranks where a "
-            f"host has {gpus}; {link}",
+            f"host has {gpus} ranks; {link}",
             f"use an --expert-model-parallel-size that divides {gpus}, or {ALLTOALL}",
+        )
+    elif not hosts and gpus % group:
+        yield (
+            "warning",
+            f"groups of {group} ranks would lie on two hosts, were there several of {gpus} ranks",
+            f"on several hosts use an --expert-model-parallel-size that divides {gpus}",
         )
     else:
         yield "ok", f"groups of {group} ranks lie on one host of {gpus}", ""

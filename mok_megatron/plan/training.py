@@ -75,6 +75,12 @@ def iteration(model: Model, machine: Machine, ranks: int) -> Iteration:
         raise Unformed(
             f"a batch of {model.batch} is no multiple of {data} replicas x {model.sequences}"
         )
+    chunks = len(model.stages) // model.pipeline
+    if chunks > 1 and micro_batches % model.pipeline:
+        raise Unformed(
+            f"{micro_batches} micro-batches are no multiple of {model.pipeline}, with {chunks} "
+            "stages a rank"
+        )
     layer = layer_of(model, ep)
     forward, backward = (direction(layer, machine, name) for name in DIRECTIONS)
     of_a_flop = model.tokens / (machine.matrix.value * 1e9)
@@ -100,7 +106,6 @@ def iteration(model: Model, machine: Machine, ranks: int) -> Iteration:
     hidden_reduce = slowest(backward.best, 2) if model.overlap_reduce else 0.0
     hidden_gather = slowest(forward.best, 1) if model.overlap_gather else 0.0
     exposed = max(0.0, reduce - hidden_reduce) + max(0.0, gather - hidden_gather)
-    chunks = len(model.stages) // model.pipeline
     passes = micro_batches + (model.pipeline - 1) / chunks
     total = passes * best + exposed + optimizer
     return Iteration(

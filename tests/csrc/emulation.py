@@ -150,7 +150,7 @@ FAULTS = {
     ),
     "combine-takes-the-stages-before-the-last-product": (
         "sm90/grouped_gemm.cuh",
-        "if (first) epilogue.await_turn(tiles.ring.slot() / 2);",
+        "if (i == 0) epilogue.await_turn(tiles.ring.slot() / 2);",
         "",
     ),
     "a-push-does-not-wait": (

@@ -44,8 +44,17 @@ ENVIRONMENTS = [
         changes={"expert_parallel": 16},
         name="hosts",
         level="error",
-        cause="got groups of 16 ranks where a host has 2; no NVLink domain that spans hosts",
+        cause="got groups of 16 ranks where a host has 2 ranks; no NVLink domain that spans hosts",
         remedy="--expert-model-parallel-size that divides 2, or use --moe-token-dispatcher-type",
+    ),
+    Broken(
+        id="groups that do not fill a host",
+        changes={"devices": 8 * (H200,), "pairs": (), "expert_parallel": 6},
+        name="hosts",
+        level="warning",
+        cause="groups of 6 ranks would lie on two hosts, were there several of 8 ranks",
+        remedy="divides 8",
+        also=("peers", "self-test"),
     ),
     Broken(
         id="group over two hosts",
@@ -62,7 +71,7 @@ ENVIRONMENTS = [
         changes=DOMAIN | {"expert_parallel": 4, "imex_channels": (0,), "imex_service": True},
         name="hosts",
         level="error",
-        cause="where a host has 2; the NVLink domain that spans hosts (0a01.3) is not used by mok",
+        cause="2 ranks; the NVLink domain that spans hosts (0a01.3) is not used by mok",
         remedy="alltoall",
     ),
     Broken(
@@ -143,3 +152,10 @@ def test_a_launch_is_read_off_its_variables() -> None:
     assert launch({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
     assert launch({"SLURM_NTASKS_PER_NODE": "8(x4)"}) == (0, 0)
     assert launch({"OMPI_COMM_WORLD_SIZE": "12", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}) == (2, 8)
+
+
+def test_one_task_of_slurm_is_an_agent_that_starts_a_hosts_ranks() -> None:
+    one = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "2"}
+    assert launch(one) == (2, 0)
+    assert launch(one | {"LOCAL_WORLD_SIZE": "8"}) == (2, 8)
+    assert launch(one | {"SLURM_NTASKS_PER_NODE": "8"}) == (2, 8)
