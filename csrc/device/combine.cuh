@@ -127,7 +127,7 @@ struct Combiner {
       const uint32_t slot = asked % kCombineSlots, round = asked / kCombineSlots;
       ++asked;
       if (lane_index() == 0) {
-        if (kEveryLane) wait(storage.read[slot], round & 1 ^ 1, fault, Tag::kCombineChunk);
+        if (kEveryLane) wait(storage.read[slot], (round & 1) ^ 1, fault, Tag::kCombineChunk);
         arrive_expect(storage.full[slot], bytes_of(b));
         bulk_load(
             ring + slot * kCombineBytes, from + b * kCombineBytes, bytes_of(b), storage.full[slot]);
