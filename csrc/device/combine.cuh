@@ -1,9 +1,9 @@
 // Brings rows home: a token's rows are added in slot order, then the shared expert's, in fp32,
 // rounded once.
 //
-// Rows come through shared memory, in chunks, of which each warp has a ring. Loads into registers
-// would each hold a line of L1 until they are back, and L1 is what shared memory leaves: 28 KB a
-// SM, too little for the latency of memory (scripts/results/attempts.md).
+// Rows come through shared memory, in chunks, of which each warp has a ring: 128 KB a SM under way.
+// Loads into registers were up to 2 % of a layer slower; believed is that each holds a line of L1
+// until it is back, and L1 is what shared memory leaves: 28 KB (scripts/results/attempts.md, #39).
 //
 // Chunk number c of a warp uses slot c % kCombineSlots; `full` completes phase c / kCombineSlots of
 // a slot when its bytes are in. The warp that asks for a chunk is its only reader, and asks for the

@@ -24,6 +24,7 @@ from mok_megatron.backends.workspace import Workspace
 from mok_megatron.contract import MoEShape
 from mok_megatron.limits import (
     Limits,
+    buffer_rows,
     context_bytes,
     most_rows,
     row_buffer_bytes,
@@ -168,12 +169,13 @@ class Ranks:
         rows = self.numbers()[0] or most
         if self.several:
             most = most_rows(self.limits.tokens, shape.top_k, shape.ep_size, shape.local_experts)
-        buffers = row_buffer_bytes(shape.hidden, shape.ffn, rows)
+        held = buffer_rows(rows, self.limits.tokens, shape.ep_size) if self.several else rows
+        buffers = row_buffer_bytes(shape.hidden, shape.ffn, held)
         buffers += shared_buffer_bytes(shape.hidden, shape.shared_ffn, tokens)
         kept = context_bytes(shape.ffn, shape.shared_ffn, shape.top_k, tokens, rows, most)
         text = (
             f"a layer keeps {gib(kept)} of each forward of {tokens} tokens for its backward; all "
-            f"layers of a shape take row buffers of {rows} rows in turn, {gib(buffers)}"
+            f"layers of a shape take buffers of {held} rows in turn, {gib(buffers)}"
         )
         if not self.several:
             return text

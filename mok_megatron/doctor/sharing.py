@@ -28,11 +28,8 @@ def launch(environment: Mapping[str, str]) -> tuple[int, int]:
         values = (environment.get(name, "") for name in names)
         return next((int(value) for value in values if value.isdigit()), 0)
 
-    here = number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if (
-        not here and (tasks := number("SLURM_NTASKS_PER_NODE")) > 1
-    ):  # one: torchrun starts the ranks
-        here = tasks
+    tasks = number("SLURM_NTASKS_PER_NODE")  # a single one may be an agent that starts the ranks
+    here = number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE") or (tasks if tasks > 1 else 0)
     world = number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
     hosts = number("GROUP_WORLD_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     return hosts or (-(-world // here) if here else 0), here

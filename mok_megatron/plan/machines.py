@@ -59,7 +59,7 @@ REST_TIMES = Input(
 WIRE_COMMIT = "94573e6"
 EXPOSED_SHARE = Input(
     value=0.22,
-    unit="of the wire",
+    unit="of the shorter",
     kind="measured",
     source="scripts/results/wire.jsonl: a wire of 360 GB/s emulated on one H200, three models at "
     f"EP 4 and 8, the largest of {WIRE_COMMIT}",

@@ -18,8 +18,8 @@ Best and worst also differ in the MoE layers (estimate.py) and in the rest, whic
 REST_TIMES as long as at the matrix rate: between them lie the two steps that were measured, of one
 rank (scripts/results/throughput.jsonl; a test compares them).
 
-Not counted: activations sent between pipeline ranks, latency, stragglers, ranks with more rows than
-others, loading of data, checkpoints.
+Not counted: recomputation, activations sent between pipeline ranks, latency, stragglers, ranks with
+more rows than others, loading of data, checkpoints.
 """
 
 from __future__ import annotations
