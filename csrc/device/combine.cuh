@@ -42,6 +42,7 @@ struct Sum {  // of one piece
 
 constexpr int kCombineBytes = 2048;  // of a chunk
 constexpr int kCombineSlots = 8;     // chunks of a warp under way
+static_assert(256 % (2 * kCombineSlots) == 0, "chunks are counted modulo 256");
 
 // racecheck follows no order that a __syncwarp makes, so in its build (kWarpArrivals) each lane
 // counts the chunks for itself, and tells through `read` that it has read one.
@@ -50,7 +51,7 @@ constexpr bool kEveryLane = kWarpArrivals > 1;
 struct CombineStorage {  // of a warp, beside its ring
   uint64_t full[kCombineSlots];
   uint64_t read[kEveryLane ? kCombineSlots : 1];
-  uint32_t chunks[kWarpArrivals];  // so far
+  uint8_t chunks[kWarpArrivals];  // so far, modulo 256: a slot and its phase repeat with 16
 };
 
 __device__ __forceinline__ void prepare(CombineStorage& storage) {
@@ -58,7 +59,7 @@ __device__ __forceinline__ void prepare(CombineStorage& storage) {
   if (kEveryLane) {
     for (uint64_t& read : storage.read) barrier_init(read, kWarpArrivals);
   }
-  for (uint32_t& chunks : storage.chunks) chunks = 0;
+  for (uint8_t& chunks : storage.chunks) chunks = 0;
 }
 
 // One warp: tokens up to `end`, whose rows are in memory. They may have been written by other CTAs
@@ -83,7 +84,8 @@ struct Combiner {
     for (int t = first; t < end; ++t) {
       for (int b = 0; b < blocks(); ++b) added += add(t, b);
     }
-    if (kEveryLane || lane_index() == 0) storage.chunks[lane_index() % kWarpArrivals] = used;
+    if (kEveryLane || lane_index() == 0)
+      storage.chunks[lane_index() % kWarpArrivals] = static_cast<uint8_t>(used);
     __syncwarp();
     return added;
   }
