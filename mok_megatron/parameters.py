@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from mok_megatron.contract import MoEShape, WeightGradients, Weights
-from mok_megatron.function import FreshGradients
 
 
 def read_weights(experts: Any, shared_experts: Any) -> Weights:
@@ -196,11 +195,12 @@ class _Opened:
     needed: tuple[bool, ...]
     wanted: list[tuple[Any, Tensor]]  # the parameters of which a gradient is, and their main_grad
     stand_ins: list[tuple[Any, Tensor]]  # they, and zeros in their forms
-    nothing: tuple[None, ...]  # for each parameter
+    fresh: tuple[Tensor | None, ...]  # for each parameter
+    once: bool  # some are
     into: WeightGradients
 
     def still(self, needed: tuple[bool, ...]) -> bool:
-        if self.needed != needed:
+        if self.once or self.needed != needed:
             return False
         try:
             for parameter, main_grad in self.wanted:  # quicker than map and is_
@@ -215,9 +215,9 @@ class MainGradients:
     """Weight gradients in Megatron's `main_grad` where a parameter has one, else in new memory.
 
     `parameters`: those of the weights, in the order of Weights.flat; a stacked one stands for all
-    its experts. The last main_grads are held, and a backward that finds the same ones again gets
-    the same record. `stand_ins`: whether DDP insists on some `.grad`; to set it takes longer than
-    all else that is done for a parameter.
+    its experts, and its new memory is one tensor. The last main_grads are held, and a backward that
+    finds the same ones again gets the same record. `stand_ins`: whether DDP insists on some
+    `.grad`; to set it takes longer than all else that is done for a parameter.
     """
 
     def __init__(self, parameters: tuple[Tensor, ...], *, stand_ins: bool = True) -> None:
@@ -227,34 +227,32 @@ class MainGradients:
 
     def open(self, weights: Weights, needed: tuple[bool, ...], shape: MoEShape) -> WeightGradients:
         """main_grad of each parameter that wants a gradient; zeros where only some of them have
-        one."""
+        one. The next call is `close` with the result."""
         if self._last is not None and self._last.still(needed):
             return self._last.into
-        self._last = None
-        main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
-        if all(g is None for g in main_grads):
-            each = zip(self.parameters, needed, strict=True)
-            of_members = (n for p, n in each for _ in _members(p))
-            return FreshGradients().open(weights, tuple(of_members), shape)
+        main_grads = [
+            getattr(p, "main_grad", None) if n else None
+            for p, n in zip(self.parameters, needed, strict=True)
+        ]
+        held = [(p, g) for p, g in zip(self.parameters, main_grads, strict=True) if g is not None]
+        new = torch.zeros if held else torch.empty
+        fresh = tuple(
+            new(p.shape, dtype=p.dtype, device=p.device) if n and g is None else None
+            for p, g, n in zip(self.parameters, main_grads, needed, strict=True)
+        )
         flat: list[Tensor | None] = []
-        for parameter, main_grad, wanted in zip(self.parameters, main_grads, needed, strict=True):
-            if not wanted:
-                flat += [None] * len(_members(parameter))
-            elif main_grad is None:
-                flat += map(torch.zeros_like, _members(parameter))
-            else:
-                flat += _members(main_grad)
-        into = WeightGradients.of(tuple(flat), shape, accumulate=True)
-        wanted_parameters = [p for p, wanted in zip(self.parameters, needed, strict=True) if wanted]
-        held = [g for g, wanted in zip(main_grads, needed, strict=True) if wanted and g is not None]
-        if len(held) == len(wanted_parameters):
-            self._last = _Opened(
-                needed=needed,
-                wanted=[*zip(wanted_parameters, held, strict=True)],
-                stand_ins=[(p, _zeros(p.shape, p.dtype, p.device)) for p in wanted_parameters],
-                nothing=(None,) * len(self.parameters),
-                into=into,
-            )
+        for parameter, *places in zip(self.parameters, main_grads, fresh, strict=True):
+            place = next((p for p in places if p is not None), None)
+            flat += [None] * len(_members(parameter)) if place is None else _members(place)
+        into = WeightGradients.of(tuple(flat), shape, accumulate=bool(held))
+        self._last = _Opened(
+            needed=needed,
+            wanted=held,
+            stand_ins=[(p, _zeros(p.shape, p.dtype, p.device)) for p, _ in held],
+            fresh=fresh,
+            once=any(gradient is not None for gradient in fresh),
+            into=into,
+        )
         return into
 
     def close(self, weights: Weights, into: WeightGradients) -> tuple[Tensor | None, ...]:
@@ -265,22 +263,15 @@ class MainGradients:
         somebody else holds.
         """
         last = self._last
-        if last is not None and last.into is into:
-            self._added(last.stand_ins)
-            return last.nothing
-        gradients = iter(FreshGradients().close(weights, into))
-        fresh: list[Tensor | None] = []
-        for parameter in self.parameters:
-            members = [g for _ in _members(parameter) if (g := next(gradients)) is not None]
-            if not members:
-                fresh.append(None)
-            elif getattr(parameter, "main_grad", None) is not None:
-                zeros = _zeros(parameter.shape, parameter.dtype, parameter.device)
-                self._added([(parameter, zeros)])
-                fresh.append(None)
-            else:
-                fresh.append(torch.stack(members) if parameter.dim() == 3 else members[0])
-        return tuple(fresh)
+        if last is None or last.into is not into:
+            raise RuntimeError(
+                "mok: weight gradients must be closed with what the last open gave, got another "
+                "record; call close right after the backward"
+            )
+        self._added(last.stand_ins)
+        if last.once:
+            self._last = None
+        return last.fresh
 
     def _added(self, stand_ins: Sequence[tuple[Any, Tensor]]) -> None:
         if not self.stand_ins:

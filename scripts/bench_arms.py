@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mok_megatron.backends import choose
 from mok_megatron.contract import Context, MoEShape, Weights
-from mok_megatron.function import FreshGradients, fused_moe, top_k_choices
+from mok_megatron.function import fused_moe, top_k_choices
 from mok_megatron.parameters import MainGradients
 
 
@@ -109,8 +109,8 @@ class Arm:
 
 
 class MokArm(Arm):
-    """fused_moe on the cuda backend, with its route adapter; a parameter for each expert, as
-    Megatron keeps them."""
+    """fused_moe on the cuda backend, with its route adapter. With `accumulate` a parameter for each
+    expert, as Megatron keeps them; else one for all, as the other arms have."""
 
     name, label = "mok", "mok"
     backend_name = "cuda"
@@ -134,23 +134,44 @@ class MokArm(Arm):
         except RuntimeError as error:
             raise Absent(str(error).removeprefix("mok: ")) from error
         super().__init__(problem, accumulate=accumulate)
-        self.given = Weights.of(tuple(self.weights), self.backend.shape)
+        each = [w.detach() for w in self.weights]
+        if not accumulate:
+            each = one_by_one(problem, tuple(each))
+        self.given = Weights.of(tuple(each), self.backend.shape)
         if accumulate:
             for leaf, place in zip(self.weights, self.places(), strict=True):
                 leaf.main_grad = place  # type: ignore[attr-defined] # as Megatron's DDP does
-        self.store = MainGradients(self.given.flat()) if accumulate else FreshGradients()
+        self.store = MainGradients(tuple(self.weights))
 
     def weight_leaves(self) -> list[Tensor]:
+        if not self.accumulate:
+            return super().weight_leaves()
         return [_leaf(w) for w in one_by_one(self.problem, self.problem.weights)]
 
     def places(self) -> list[Tensor]:
         return one_by_one(self.problem, self.problem.main)
 
-    def forward(self) -> Tensor:
+    def choices(self) -> tuple[Tensor, Tensor]:
+        """The route adapter, as the layer calls it."""
         p = self.problem
-        expert_TK, prob_TK = top_k_choices(self.prob, p.routing_map_TE, p.shape.top_k, p.x_TH.dtype)
+        return top_k_choices(
+            self.prob,
+            p.routing_map_TE,
+            p.shape.top_k,
+            p.x_TH.dtype,
+            kernel=self.backend.name == "cuda",
+        )
+
+    def forward(self) -> Tensor:
+        expert_TK, prob_TK = self.choices()
         y_TH: Tensor = fused_moe(
-            self.x_TH, expert_TK, prob_TK, self.given, self.backend, self.store
+            self.x_TH,
+            expert_TK,
+            prob_TK,
+            self.given,
+            self.backend,
+            self.store,
+            tuple(self.weights),
         )
         return y_TH
 
@@ -158,7 +179,7 @@ class MokArm(Arm):
     def calls(self) -> tuple[Callable[[], Context], Callable[[Context], object]]:
         """The backend's own two calls, without adapter and autograd."""
         p, backend = self.problem, self.backend
-        expert_TK, prob_TK = top_k_choices(self.prob, p.routing_map_TE, p.shape.top_k, p.x_TH.dtype)
+        expert_TK, prob_TK = self.choices()
         into = self.store.open(self.given, (True,) * len(self.weights), backend.shape)
         return (
             lambda: backend.forward(p.x_TH, expert_TK, prob_TK, self.given)[1],
